@@ -1,0 +1,386 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+"""The worker's side of the native core, as Python sees it.
+
+:class:`Core` runs the state machine of all partitions over one transport endpoint; :class:`Tensor` is what a name was declared as;
+:class:`Handle` is one push_pull under way. The work is done in ``core/*.pxd`` without the GIL; this file only hands over.
+"""
+import threading
+
+cimport cython
+from cpython.buffer cimport PyBUF_CONTIG, PyBUF_CONTIG_RO, PyBuffer_Release, PyObject_GetBuffer
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.pycapsule cimport PyCapsule_GetPointer
+from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy, memset
+
+from bpsx.core.header cimport HEADER_BYTES, MAX_NAME_BYTES
+from bpsx.core.loop cimport background, kick, submit, take_news, wait_for
+from bpsx.core.partition cimport MAX_STAGES, Lane, Partition, Task, Tensor as CTensor
+from bpsx.core.receive cimport pump_in
+from bpsx.core.send cimport send_ping
+from bpsx.core.stage cimport PUSH, finish
+from bpsx.core.state cimport Core as CCore
+from bpsx.core.status cimport DONE, E_SHUTDOWN, PENDING
+from bpsx.core.sync cimport (
+    atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock,
+)
+from bpsx.transports.abi cimport Endpoint
+
+from bpsx import errors
+
+# How long a wait stays without the GIL before it looks for signals (Ctrl-C).
+cdef int64_t SLICE_NS = 200_000_000
+
+
+cdef class Tensor:
+    """A declared tensor: its partitions with key, lane and slot. Immutable once made; made by one thread, used by any."""
+    cdef CTensor c
+    cdef bytes encoded
+    cdef readonly str name
+    cdef readonly uint64_t nbytes
+    cdef str failure            # why every push_pull of it fails, if it does
+
+    def __cinit__(self, str name, int dtype, list parts, bytes stages):
+        """``parts``: a list of (key, lane, slot, offset, length), bytes; ``stages``: codes from ``pipeline.py``."""
+        cdef size_t i
+        cdef Partition *p
+        if len(stages) >= MAX_STAGES:
+            raise ValueError(f"{len(stages)} stages; at most {MAX_STAGES - 1} are allowed")
+        self.name = name
+        self.encoded = name.encode()[:MAX_NAME_BYTES]
+        self.c.name = self.encoded
+        self.c.name_bytes = len(self.encoded)
+        self.c.dtype = dtype
+        self.c.status = DONE
+        for i in range(len(stages)):
+            self.c.stages[i] = stages[i]
+        self.c.n_parts = len(parts)
+        self.c.parts = <Partition *>calloc(len(parts), sizeof(Partition))
+        if self.c.parts == NULL:
+            raise MemoryError(f"tensor {name!r}: no memory for {len(parts)} partitions")
+        for i in range(len(parts)):
+            p = &self.c.parts[i]
+            p.key, p.lane, p.slot, p.offset, p.length = parts[i]
+            p.tensor = &self.c
+            self.nbytes += p.length
+
+    def __dealloc__(self):
+        free(self.c.parts)
+
+
+cdef class Handle:
+    """One push_pull under way. Keeps input and output alive until both the result is home and the transport has let go.
+
+    Thread-safe: any thread may :meth:`done` or :meth:`wait`.
+    """
+    cdef Task task
+    cdef Core core
+    cdef Tensor tensor
+    cdef object owner           # keeps the memory behind task.input and task.output alive
+    cdef Py_buffer view_in, view_out
+    cdef bint has_in, has_out
+    cdef str failure
+    cdef readonly str name
+    cdef public object result
+
+    def __dealloc__(self):
+        self._release_buffers()
+
+    cdef void _release_buffers(self):
+        if self.has_in:
+            self.has_in = False
+            PyBuffer_Release(&self.view_in)
+        if self.has_out:
+            self.has_out = False
+            PyBuffer_Release(&self.view_out)
+
+    def done(self) -> bool:
+        """Whether the operation has ended, well or not. Does not block."""
+        return atomic_load(&self.task.status) != PENDING
+
+    def wait(self, timeout: float | None = None):
+        """Wait for the end and return the result.
+
+        Raises a :class:`bpsx.errors.BpsxError` if the operation failed, :class:`TimeoutError` after ``timeout`` seconds.
+        """
+        cdef int64_t end = 0, slice_end
+        cdef bint finished
+        if timeout is not None:
+            end = now_ns() + <int64_t>(timeout * 1e9)
+        while atomic_load(&self.task.status) == PENDING:
+            slice_end = now_ns() + SLICE_NS
+            if end and slice_end > end:
+                slice_end = end
+            with nogil:
+                finished = wait_for(&self.core.c, &self.task, slice_end)
+            if not finished:
+                self._between_slices(end)
+        self.core._reap()
+        if self.task.status < 0:
+            raise self.core._error(self)
+        return self.result
+
+    cdef _between_slices(self, int64_t end):
+        """Look for signals and the time; on the way out somebody else has to drive."""
+        try:
+            PyErr_CheckSignals()
+            if end and now_ns() >= end:
+                raise TimeoutError(f"push_pull of {self.name!r} has not ended in time")
+            if self.core.c.stopping and atomic_load(&self.task.status) == PENDING:
+                raise errors.ShutdownError(f"push_pull of {self.name!r}: bpsx was shut down")
+        except BaseException:
+            self.core._kick()
+            raise
+
+
+@cython.no_gc_clear
+cdef class Core:
+    """The state machine of a worker's partitions over one endpoint. Owned by the session; all methods are thread-safe."""
+    cdef CCore c
+    cdef object endpoint, capsule, thread, failure_kind
+    cdef set tensors
+    cdef str failure
+    cdef bint closed
+
+    def __cinit__(self, endpoint, *, int rank, uint64_t job, int lanes, int64_t credit, double spin_us):
+        """``endpoint``: an object with ``abi()``; ``credit``: bytes in flight per lane, 0 for no bound."""
+        memset(&self.c, 0, sizeof(CCore))
+        if monitor_init(&self.c.monitor) != 0:
+            raise MemoryError("cannot create a mutex")
+        self.endpoint = endpoint
+        self.capsule = endpoint.abi()
+        self.c.endpoint = <Endpoint *>PyCapsule_GetPointer(self.capsule, b"bpsx.Endpoint")
+        self.c.rank = rank
+        self.c.job = job
+        self.c.credit = credit
+        self.c.spin_ns = <int64_t>(spin_us * 1000)
+        self.c.n_lanes = lanes
+        self.c.lanes = <Lane *>calloc(max(lanes, 1), sizeof(Lane))
+        if self.c.lanes == NULL:
+            raise MemoryError("no memory for the lanes")
+        self.tensors = set()
+
+    def greet(self, deadline_s: float) -> list:
+        """Ask every lane whether it is there; returns the lanes that did not answer in time. Before :meth:`start`."""
+        cdef int64_t end = now_ns() + <int64_t>(deadline_s * 1e9)
+        cdef uint32_t i
+        for i in range(self.c.n_lanes):
+            send_ping(&self.c, i)
+        while self.c.n_ready < self.c.n_lanes and now_ns() < end:
+            with nogil:
+                if pump_in(&self.c) == 0:
+                    self.c.endpoint.wait(self.c.endpoint.self, 50)
+            PyErr_CheckSignals()
+        return [i for i in range(self.c.n_lanes) if not self.c.lanes[i].ready]
+
+    def start(self) -> None:
+        """Start the background thread, which drives whenever no caller does."""
+        self.thread = threading.Thread(target=self._run, name="bpsx-core", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        with nogil:
+            background(&self.c)
+
+    def submit(self, Tensor tensor not None, input, output, *, uint32_t divisor=1, bint broadcast=False, int priority=0,
+               bint will_wait=False, owner=None) -> Handle:
+        """Push ``input`` and pull into ``output``: C-contiguous buffers, or pairs (address, bytes) kept alive by ``owner``.
+
+        ``input`` None pushes nothing (a broadcast's receivers). ``divisor`` is the root's rank for a broadcast.
+        """
+        handle = self.prepare(tensor.name, tensor.nbytes, input, output, divisor=divisor, broadcast=broadcast,
+                              priority=priority, owner=owner)
+        self.release(handle, tensor, will_wait)
+        return handle
+
+    def prepare(self, str name, uint64_t nbytes, input, output, *, uint32_t divisor=1, bint broadcast=False, int priority=0,
+                owner=None) -> Handle:
+        """A handle for a tensor that has not been placed yet; :meth:`release` sets it off, :meth:`refuse` ends it."""
+        cdef Handle handle = Handle.__new__(Handle)
+        self._reap()
+        handle.core = self
+        handle.name = name
+        handle.owner = owner
+        handle.task.divisor = divisor
+        handle.task.broadcast = broadcast
+        handle.task.priority = priority
+        if type(output) is tuple:
+            handle.task.output = <char *><uintptr_t>output[0]
+        else:
+            PyObject_GetBuffer(output, &handle.view_out, PyBUF_CONTIG)
+            handle.has_out = True
+            handle.task.output = <char *>handle.view_out.buf
+            if <uint64_t>handle.view_out.len != nbytes:
+                raise ValueError(f"{name!r}: output has {handle.view_out.len} bytes, {nbytes} expected")
+        if type(input) is tuple:
+            handle.task.input = <char *><uintptr_t>input[0]
+        elif input is not None:
+            PyObject_GetBuffer(input, &handle.view_in, PyBUF_CONTIG_RO)
+            handle.has_in = True
+            handle.task.input = <char *>handle.view_in.buf
+            if <uint64_t>handle.view_in.len != nbytes:
+                raise ValueError(f"{name!r}: input has {handle.view_in.len} bytes, {nbytes} expected")
+        handle.task.handle = <void *>handle
+        return handle
+
+    def release(self, Handle handle not None, Tensor tensor not None, bint will_wait=False) -> None:
+        """Hand a prepared handle to the driver."""
+        handle.tensor = tensor
+        handle.task.tensor = &tensor.c
+        self.tensors.add(tensor)        # the core refers to it for the rest of its life
+        Py_INCREF(handle)
+        with nogil:
+            submit(&self.c, &handle.task, will_wait)
+
+    def refuse(self, Handle handle not None, int status, str detail) -> None:
+        """End a prepared handle that was never released."""
+        handle.failure = detail
+        lock(&self.c.monitor)
+        atomic_store(&handle.task.status, status)
+        if self.c.waiters:
+            notify_all(&self.c.monitor)
+        if self.c.parked:
+            self.c.endpoint.wake(self.c.endpoint.self)
+        unlock(&self.c.monitor)
+
+    def fail_tensor(self, Tensor tensor not None, int status, str detail) -> None:
+        """End every push_pull of ``tensor``, present and future."""
+        tensor.failure = detail
+        lock(&self.c.monitor)
+        tensor.c.failing_status = status
+        tensor.c.next_failing = self.c.failing
+        self.c.failing = &tensor.c
+        atomic_store(&self.c.news, 1)
+        kick(&self.c)
+        unlock(&self.c.monitor)
+
+    def fail(self, int status, str detail) -> None:
+        """End every push_pull, present and future. The first failure wins."""
+        lock(&self.c.monitor)
+        if not self.c.failed:
+            self.failure = detail
+            atomic_store(&self.c.failed, status)
+            atomic_store(&self.c.news, 1)
+            kick(&self.c)
+        unlock(&self.c.monitor)
+
+    @property
+    def failed(self) -> str:
+        """Why the core has failed, or an empty string."""
+        return self.failure or ""
+
+    @property
+    def outstanding(self) -> int:
+        """push_pulls under way."""
+        return atomic_load(&self.c.outstanding)
+
+    def waiting(self, age_s: float) -> list:
+        """Names of tensors whose push_pull is older than ``age_s`` seconds, the oldest first: [(name, seconds)]."""
+        cdef int64_t now = now_ns()
+        cdef Tensor tensor
+        found = []
+        # A glance without the monitor: the pointer may go stale, so only the tensor's own, permanent memory is read.
+        for tensor in list(self.tensors):
+            if tensor.c.current != NULL and now - tensor.c.started_ns > age_s * 1e9:
+                found.append((tensor.name, (now - tensor.c.started_ns) / 1e9))
+        return sorted(found, key=lambda item: -item[1])
+
+    def counters(self) -> dict:
+        """What has been moved so far: bytes, messages, completed push_pulls."""
+        return {
+            "push_pulls": self.c.counters.tasks, "tensor_bytes": self.c.counters.bytes,
+            "bytes_sent": self.c.counters.sent, "bytes_received": self.c.counters.received,
+            "messages_sent": self.c.counters.messages_out, "messages_received": self.c.counters.messages_in,
+            "malformed": self.c.counters.malformed,
+        }
+
+    def close(self) -> None:
+        """End what is under way with :class:`ShutdownError`, stop the thread. Close the endpoint *after* this. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        self.fail(E_SHUTDOWN, "bpsx was shut down while this was under way")
+        cdef int64_t end = now_ns() + 2_000_000_000
+        while self.thread is not None and self.c.outstanding and now_ns() < end:
+            self._settle(end)
+        lock(&self.c.monitor)
+        atomic_store(&self.c.stopping, 1)
+        notify_all(&self.c.monitor)
+        self.c.endpoint.wake(self.c.endpoint.self)
+        unlock(&self.c.monitor)
+        if self.thread is not None:
+            self.thread.join()
+
+    cdef _settle(self, int64_t end):
+        """Give the driver time to fail what is outstanding."""
+        cdef Handle none = Handle.__new__(Handle)
+        cdef int64_t until = min(end, now_ns() + 1_000_000)
+        with nogil:
+            wait_for(&self.c, &none.task, until)
+
+    def forget(self) -> None:
+        """Let go of every handle: after the endpoint was closed, when no callback can come any more."""
+        self._reap()
+
+    def __dealloc__(self):
+        cdef uint32_t i
+        for i in range(self.c.n_lanes):
+            free(self.c.lanes[i].heap)
+        free(self.c.lanes)
+        free(self.c.table)
+        monitor_destroy(&self.c.monitor)
+
+    cdef void _kick(self):
+        lock(&self.c.monitor)
+        if self.c.outstanding or self.c.news:
+            kick(&self.c)
+        unlock(&self.c.monitor)
+
+    cdef _reap(self):
+        """Drop the references to handles that are finished and whose memory the transport has let go of."""
+        cdef Task *task
+        cdef Task *following
+        cdef Task *kept = NULL
+        if self.c.reap_first == NULL:
+            return
+        lock(&self.c.monitor)
+        task = self.c.reap_first
+        self.c.reap_first = NULL
+        unlock(&self.c.monitor)
+        dropped = []
+        while task != NULL:
+            following = task.next
+            if atomic_load(&task.wire):
+                task.next = kept
+                kept = task
+            else:
+                dropped.append(<Handle>task.handle)
+                Py_DECREF(<Handle>task.handle)
+            task = following
+        if kept != NULL:
+            self._keep(kept)
+        for handle in dropped:
+            (<Handle>handle)._release_buffers()
+            (<Handle>handle).owner = None
+
+    cdef void _keep(self, Task *kept):
+        cdef Task *last = kept
+        while last.next != NULL:
+            last = last.next
+        lock(&self.c.monitor)
+        last.next = self.c.reap_first
+        self.c.reap_first = kept
+        unlock(&self.c.monitor)
+
+    cdef object _error(self, Handle handle):
+        cdef int status = <int>handle.task.status
+        detail = handle.failure
+        if detail is None and handle.tensor is not None:
+            detail = handle.tensor.failure
+        if detail is None and self.c.failed == status:
+            detail = self.failure
+        if detail is None:
+            detail = errors.explain(status, handle.name, handle.task.detail_a, handle.task.detail_b)
+        return errors.from_status(status, detail)

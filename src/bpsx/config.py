@@ -1,0 +1,292 @@
+"""Every option of bpsx, declared once: name, environment variable, type, default, help. The only reader of the environment.
+
+The reference page ``docs/options.md`` is generated from :data:`OPTIONS`. A malformed value is a :class:`~bpsx.errors.ConfigError` that names
+the variable, the value and what is allowed; an unknown ``BYTEPS_*`` or ``BPSX_*`` name gets a warning with the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bpsx.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option. ``parse`` turns the variable's text into the value or raises :class:`ValueError` saying what is allowed."""
+
+    field: str
+    env: str
+    parse: Callable[[str], Any]
+    default: Any
+    allowed: str
+    help: str
+    group: str
+
+
+def _integer(low: int, high: int = 2**62) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise ValueError
+        return value
+
+    return parse
+
+
+def _number(low: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = float(text)
+        if not low <= value < float("inf"):
+            raise ValueError
+        return value
+
+    return parse
+
+
+def _choice(*values: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.lower() not in values:
+            raise ValueError
+        return text.lower()
+
+    return parse
+
+
+def _flag(text: str) -> bool:
+    known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False, "": False}
+    try:
+        return known[text.strip().lower()]
+    except KeyError:
+        raise ValueError from None
+
+
+_ROLES = ("worker", "server", "scheduler")
+_HASHES = ("balanced", "naive", "built_in", "djb2", "sdbm")
+_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
+#: Values of DMLC_ENABLE_RDMA -> name of the transport.
+TRANSPORT_NAMES = {"0": "zeromq", "zmq": "zeromq", "zeromq": "zeromq"}
+_FLAG = "0 or 1"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _default_lanes() -> int:
+    """Threads pay while there are cores for them; a worker or two share the machine in the colocated case."""
+    return max(1, min(4, _cores() // 4))
+
+
+_JOB, _TUNE, _FAIL, _LOG = "Job", "Tuning", "Failure", "Logging and files"
+
+OPTIONS: tuple[Option, ...] = (
+    Option("role", "DMLC_ROLE", _choice(*_ROLES), None, " | ".join(_ROLES), "What this process is.", _JOB),
+    Option("root_uri", "DMLC_PS_ROOT_URI", str, None, "address or host name", "Where the scheduler listens.", _JOB),
+    Option("root_port", "DMLC_PS_ROOT_PORT", _integer(0, 65535), None, "0..65535",
+           "The scheduler's port. With 0 the scheduler takes a free one and prints it.", _JOB),
+    Option("num_worker", "DMLC_NUM_WORKER", _integer(1, 65535), 1, "1..65535", "Number of worker machines.", _JOB),
+    Option("num_server", "DMLC_NUM_SERVER", _integer(0, 65535), None, "0..65535",
+           "Number of server processes; required unless a single worker runs without servers.", _JOB),
+    Option("worker_id", "DMLC_WORKER_ID", _integer(0, 65534), None, "0..DMLC_NUM_WORKER-1", "Which worker machine this is.", _JOB),
+    Option("local_rank", "BYTEPS_LOCAL_RANK", _integer(0, 65534), 0, "0..BYTEPS_LOCAL_SIZE-1",
+           "Index of this process on its machine.", _JOB),
+    Option("local_size", "BYTEPS_LOCAL_SIZE", _integer(1, 65535), 1, "1..65535",
+           "Worker processes per machine, the same on all; rank = worker id * local size + local rank.", _JOB),
+    Option("force_distributed", "BYTEPS_FORCE_DISTRIBUTED", _flag, False, _FLAG,
+           "Use servers even with a single worker, which otherwise needs neither servers nor scheduler.", _JOB),
+    Option("node_host", "DMLC_NODE_HOST", str, "", "address", "Own address to listen on and advertise. Default: the one from which the "
+           "scheduler is reached.", _JOB),
+    Option("interface", "DMLC_INTERFACE", str, "", "interface name", "Take the own address from this interface; DMLC_NODE_HOST wins.", _JOB),
+    Option("transport", "DMLC_ENABLE_RDMA", _choice(*TRANSPORT_NAMES), "0", " | ".join(TRANSPORT_NAMES),
+           "Transport between workers and servers: 0 and zmq are TCP through ZeroMQ.", _JOB),
+    Option("partition_bytes", "BYTEPS_PARTITION_BYTES", _integer(4096), 4096000, "bytes, at least 4096",
+           "Tensors are cut into partitions of at most this size (rounded up to a page). The same on all workers.", _TUNE),
+    Option("key_hash_fn", "BYTEPS_KEY_HASH_FN", _choice(*_HASHES), "balanced", " | ".join(_HASHES),
+           "How partitions are spread over servers: by bytes (balanced) or by one of BytePS' hashes. The same on all workers.", _TUNE),
+    Option("hash_coefficient", "BYTEPS_BUILT_IN_HASH_COEF", _integer(1, 2**31), 1, "1..2147483648", "Multiplier of the built_in hash.", _TUNE),
+    Option("scheduling_credit", "BYTEPS_SCHEDULING_CREDIT", _integer(0), 4, "partitions; 0: no bound",
+           "How much a worker hands to the transport per connection before it has been written out, in partitions. "
+           "A small credit lets urgent tensors overtake; 0 switches priorities off in effect.", _TUNE),
+    Option("engine_threads", "BYTEPS_SERVER_ENGINE_THREAD", _integer(1, 256), _default_lanes, "1..256",
+           "Lanes of a server: each is a thread, a port and one connection per worker. Default: a quarter of the cores, 1 to 4.", _TUNE),
+    Option("server_schedule", "BYTEPS_SERVER_ENABLE_SCHEDULE", _flag, False, _FLAG,
+           "A server takes waiting pushes by priority instead of by arrival.", _TUNE),
+    Option("zmq_threads", "BYTEPS_ZMQ_NTHREADS", _integer(1, 256), _default_lanes, "1..256",
+           "ZeroMQ I/O threads of a process. Default: a quarter of the cores, 1 to 4.", _TUNE),
+    Option("spin_us", "BPSX_SPIN_US", _number(0), 50.0, "microseconds",
+           "How long a thread without work yields the core before it sleeps. Waking it costs more than this on most machines.", _TUNE),
+    Option("fixed_order", "BPSX_FIXED_ORDER", _flag, False, _FLAG,
+           "Servers add the workers' pushes by rank, so that float sums of three and more workers are the same bits in every run. "
+           "(All workers get the same bits in any case.)", _TUNE),
+    Option("keep_memory", "BPSX_KEEP_MEMORY_MB", _integer(0, 2**20), 256, "MiB; 0: leave malloc alone",
+           "Let malloc keep this much freed memory instead of returning it: fresh pages for every message cost a fifth of the rate.", _TUNE),
+    Option("rendezvous_timeout", "BPSX_RENDEZVOUS_TIMEOUT", _number(0.1), 300.0, "seconds",
+           "How long the job may take to come together before everybody gives up, naming who is missing.", _FAIL),
+    Option("heartbeat_interval", "PS_HEARTBEAT_INTERVAL", _number(0), 5.0, "seconds; 0: off",
+           "How often connections are probed.", _FAIL),
+    Option("heartbeat_timeout", "PS_HEARTBEAT_TIMEOUT", _number(0), 30.0, "seconds",
+           "Silence after which a peer counts as dead. A killed process is noticed at once.", _FAIL),
+    Option("stall_warn", "BPSX_STALL_WARN_SECONDS", _number(0.1), 30.0, "seconds",
+           "A push_pull older than this is reported: tensor, round, who has not pushed.", _FAIL),
+    Option("deadlock_after", "BPSX_DEADLOCK_SECONDS", _number(0.5), 60.0, "seconds",
+           "When all workers have waited this long for tensors that another one has not pushed, those push_pulls fail.", _FAIL),
+    Option("shutdown_timeout", "BPSX_SHUTDOWN_TIMEOUT", _number(0.1), 5.0, "seconds",
+           "How long shutdown waits for push_pulls under way and for the scheduler's goodbye.", _FAIL),
+    Option("log_level", "BYTEPS_LOG_LEVEL", _choice(*_LEVELS), "warning", " | ".join(_LEVELS), "What is logged, to standard error.", _LOG),
+    Option("log_hide_time", "BYTEPS_LOG_HIDE_TIME", _flag, False, _FLAG, "Log without the time.", _LOG),
+    Option("cache_dir", "BPSX_CACHE_DIR", str, "", "folder", "Where compiled kernels are kept. Default: bpsx in the user's cache folder.", _LOG),
+    Option("port_file", "BPSX_PORT_FILE", str, "", "path",
+           "The scheduler writes its port here once it listens; the launcher reads it.", _LOG),
+)
+
+#: Upstream's variables that mean something to BytePS and nothing to this version: set, they get a warning instead of silence.
+NOT_USED = frozenset("""
+BYTEPS_GLOBAL_RANK BYTEPS_ORDERED_HOSTS BYTEPS_ENABLE_ASYNC BYTEPS_OMP_THREAD_PER_GPU BYTEPS_SOCKET_PATH BYTEPS_ENABLE_MIXED_MODE
+BYTEPS_MIXED_MODE_BOUND BYTEPS_MIN_COMPRESS_BYTES BYTEPS_THREADPOOL_SIZE BYTEPS_SERVER_DEBUG BYTEPS_SERVER_DEBUG_KEY
+BYTEPS_SERVER_ENGINE_BLOCKING BYTEPS_NCCL_GROUP_SIZE BYTEPS_NCCL_NUM_RINGS BYTEPS_PCIE_SWITCH_SIZE BYTEPS_REDUCE_ROOTS BYTEPS_ENABLE_IPC
+BYTEPS_ADDRESS_POOL_SIZE BYTEPS_IPC_COPY_NUM_THREADS BYTEPS_IPC_ENABLE_ASYNC_COPY BYTEPS_PRINT_RDMA_LOG BYTEPS_RDMA_MAX_CONCURR_WR
+BYTEPS_RDMA_RX_DEPTH BYTEPS_RDMA_START_DEPTH BYTEPS_UCX_ERRH_ENABLE BYTEPS_UCX_FORCE_REQ_ORDER BYTEPS_UCX_QUEUE_SENDS
+BYTEPS_UCX_RECONNECT_TMO BYTEPS_UCX_SHORT_THRESH BYTEPS_ZMQ_MAX_SOCKET BYTEPS_DEBUG_SAMPLE_TENSOR BYTEPS_ENABLE_GDB BYTEPS_TELEMETRY_ON
+BYTEPS_TRACE_DIR BYTEPS_TRACE_END_STEP BYTEPS_TRACE_ON BYTEPS_TRACE_START_STEP BYTEPS_CPU_BLACKLIST BYTEPS_MULTITHREADED_CPU
+BYTEPS_NUMA_DEFAULT_QUOTA BYTEPS_NUMA_ON BYTEPS_NUMA_ROOT_QUOTA BYTEPS_VISIBLE_CPU_CORES
+DMLC_ENABLE_UCX DMLC_LOCAL DMLC_GROUP_SIZE DMLC_RANK DMLC_NUM_CPU_DEV DMLC_NUM_GPU_DEV DMLC_NUM_PORTS DMLC_PORT DMLC_USE_KUBERNETES
+DMLC_LOCKLESS_QUEUE DMLC_POLLING_IN_NANOSECOND PS_DROP_MSG PS_RESEND PS_RESEND_TIMEOUT PS_VERBOSE PS_KEY_LOG
+""".split())
+
+
+class Config:
+    """The values of all options, as attributes named by :attr:`Option.field`. Immutable after construction.
+
+    ``environ`` defaults to the process's environment; ``given`` overrides single fields. Raises :class:`~bpsx.errors.ConfigError`.
+    Thread-safe once made.
+    """
+
+    def __init__(self, environ: Mapping[str, str] | None = None, **given: Any) -> None:
+        source = os.environ if environ is None else environ
+        values: dict[str, Any] = {}
+        for option in OPTIONS:
+            if option.field in given:
+                values[option.field] = given.pop(option.field)
+            else:
+                values[option.field] = _read(option, source)
+        if given:
+            raise ConfigError(f"no such option: {', '.join(sorted(given))}")
+        self.__dict__.update(values)
+        self.unknown = tuple(_complain(source))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"no option is called {name!r}")
+
+    @property
+    def size(self) -> int:
+        """Workers in the job: machines times processes per machine."""
+        return int(self.num_worker * self.local_size)
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank, 0 to size-1."""
+        return int((self.worker_id or 0) * self.local_size + self.local_rank)
+
+    @property
+    def distributed(self) -> bool:
+        """Whether servers and a scheduler take part."""
+        return bool(self.size > 1 or self.force_distributed)
+
+    def require(self, *fields: str) -> None:
+        """Raise :class:`~bpsx.errors.ConfigError` naming the variables among ``fields`` that are not set."""
+        missing = [o for o in OPTIONS if o.field in fields and getattr(self, o.field) is None]
+        if missing:
+            lines = "; ".join(f"{o.env} ({o.help.rstrip('.')}; {o.allowed})" for o in missing)
+            raise ConfigError(f"not set: {lines}")
+
+    def check(self) -> None:
+        """Whether the values fit together for this role. Raises :class:`~bpsx.errors.ConfigError`."""
+        self.require("role")
+        if self.role != "worker" or self.distributed:
+            self.require("root_uri", "root_port", "num_server")
+            if self.num_server < 1:
+                raise ConfigError("DMLC_NUM_SERVER=0: at least one server is needed, except with a single worker")
+        if self.role != "worker":
+            return
+        if self.num_worker > 1:
+            self.require("worker_id")
+        if (self.worker_id or 0) >= self.num_worker:
+            raise ConfigError(f"DMLC_WORKER_ID={self.worker_id}: allowed are 0..{self.num_worker - 1} (DMLC_NUM_WORKER={self.num_worker})")
+        if self.local_rank >= self.local_size:
+            raise ConfigError(f"BYTEPS_LOCAL_RANK={self.local_rank}: allowed are 0..{self.local_size - 1} (BYTEPS_LOCAL_SIZE)")
+
+
+def _read(option: Option, source: Mapping[str, str]) -> Any:
+    text = source.get(option.env)
+    if text is None or (text == "" and option.parse is not str):
+        return option.default() if callable(option.default) else option.default
+    try:
+        return option.parse(text.strip())
+    except ValueError:
+        raise ConfigError(f"{option.env}={text!r}: allowed is {option.allowed}") from None
+
+
+def _complain(source: Mapping[str, str]) -> Iterable[str]:
+    """Warnings about variables that will not do what their name promises."""
+    known = {o.env for o in OPTIONS}
+    for name in source:
+        if name in NOT_USED:
+            yield f"{name} is a BytePS variable that has no effect in this version of bpsx"
+        elif name.startswith(("BYTEPS_", "BPSX_")) and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            yield f"{name} is not a known option" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """A folder for compiled kernels that this user may write to: made if need be, private to the user."""
+    source = os.environ if environ is None else environ
+    named = source.get("BPSX_CACHE_DIR")
+    home = source.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    fallback = Path(tempfile.gettempdir()) / f"bpsx-{os.getuid()}"
+    for folder in ([Path(named)] if named else [Path(home) / "bpsx", fallback]):
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+            return folder
+    raise ConfigError(f"BPSX_CACHE_DIR: no writable folder of this user's for compiled kernels; tried {named or [home, str(fallback)]}")
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """The environment for a process that the launcher starts: ours with ``changes``."""
+    return {**os.environ, **changes}
+
+
+def fingerprint(config: Config) -> dict[str, Any]:
+    """The options that must be the same on all workers, to be compared at rendezvous."""
+    names = ("num_worker", "num_server", "local_size", "partition_bytes", "key_hash_fn", "hash_coefficient")
+    return {o.env: getattr(config, o.field) for o in OPTIONS if o.field in names}
+
+
+def reference() -> str:
+    """The page ``docs/options.md``."""
+    lines = ["# Options", "", "Generated from `src/bpsx/config.py` by `make docs`. All options are environment variables.", ""]
+    for group in dict.fromkeys(o.group for o in OPTIONS):
+        lines += [f"## {group}", "", "| variable | allowed | default | meaning |", "|---|---|---|---|"]
+        for o in (o for o in OPTIONS if o.group == group):
+            default = "by cores" if callable(o.default) else "required or unset" if o.default is None else str(o.default) or "unset"
+            allowed = o.allowed.replace("|", "\\|")
+            lines.append(f"| `{o.env}` | {allowed} | {default} | {o.help} |")
+        lines.append("")
+    lines += ["## Known from BytePS, without effect in this version", "", "Setting one of these gets a warning.", ""]
+    lines += [", ".join(f"`{n}`" for n in sorted(NOT_USED)), ""]
+    return "\n".join(lines)
+
+
+def digest(text: str) -> int:
+    """A stable 63-bit number for ``text``."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,168 @@
+# The driver's loop and the hand-over of its role. One thread at a time drives: see "The driver" in ARCHITECTURE.md.
+from libc.stdint cimport int64_t
+
+from bpsx.core.partition cimport Task, Tensor
+from bpsx.core.receive cimport pump_in
+from bpsx.core.send cimport pump_out
+from bpsx.core.stage cimport adopt, fail_tensor, finish, start
+from bpsx.core.state cimport Core
+from bpsx.core.status cimport E_MEMORY, PENDING
+from bpsx.core.sync cimport (
+    atomic_load, atomic_store, lock, notify_all, now_ns, unlock, wait, wait_until, yield_cpu,
+)
+
+cdef enum:
+    PARK_MS = 1000              # a bound on any lost wake-up; an idle process makes no call at all
+
+
+cdef inline void kick(Core *c) noexcept nogil:
+    """There is news: make sure that a driver sees it. The monitor is held."""
+    if c.driving:
+        if c.parked:
+            c.endpoint.wake(c.endpoint.self)
+    elif c.background_idle:
+        notify_all(&c.monitor)
+
+
+cdef inline void submit(Core *c, Task *task, bint will_wait) noexcept nogil:
+    """Hand a task to the driver. A caller that waits at once drives it itself, and nobody has to be woken."""
+    task.submitted_ns = now_ns()
+    task.next = NULL
+    lock(&c.monitor)
+    if c.inbox_first == NULL:
+        c.inbox_first = task
+    else:
+        c.inbox_last.next = task
+    c.inbox_last = task
+    c.outstanding += 1
+    atomic_store(&c.news, 1)
+    if not will_wait or c.driving:
+        kick(c)
+    unlock(&c.monitor)
+
+
+cdef inline void sweep(Core *c) noexcept nogil:
+    """The whole core has failed: end every task."""
+    cdef Tensor *tensor = c.tensors
+    c.swept = True
+    while tensor != NULL:
+        fail_tensor(c, tensor, <int>c.failed)
+        tensor = tensor.next
+
+
+cdef inline int take_news(Core *c) noexcept nogil:
+    """Move what was submitted into the queues, fail what was told to fail."""
+    cdef Task *task
+    cdef Task *following
+    cdef Tensor *tensor
+    cdef Tensor *next_failing
+    if not atomic_load(&c.news):
+        return 0
+    lock(&c.monitor)
+    task = c.inbox_first
+    tensor = c.failing
+    c.inbox_first = c.inbox_last = NULL
+    c.failing = NULL
+    atomic_store(&c.news, 0)
+    unlock(&c.monitor)
+    while tensor != NULL:
+        next_failing = tensor.next_failing
+        fail_tensor(c, tensor, tensor.failing_status)
+        tensor = next_failing
+    while task != NULL:
+        following = task.next
+        if adopt(c, task.tensor) != 0:
+            finish(c, task, E_MEMORY)
+        else:
+            start(c, task)
+        task = following
+    if c.failed and not c.swept:
+        sweep(c)
+    return 1
+
+
+cdef inline bint park(Core *c, int64_t deadline_ns) noexcept nogil:
+    """Sleep until something happens. False if there was news after all."""
+    cdef int64_t left_ms = PARK_MS
+    if deadline_ns:
+        left_ms = min(left_ms, (deadline_ns - now_ns()) // 1000000 + 1)
+    lock(&c.monitor)
+    c.parked = not c.news and not c.stopping
+    unlock(&c.monitor)
+    if not c.parked:
+        return False
+    c.endpoint.wait(c.endpoint.self, <int>max(left_ms, 0))
+    lock(&c.monitor)
+    c.parked = False
+    unlock(&c.monitor)
+    return True
+
+
+cdef inline void drive(Core *c, Task *until, int64_t deadline_ns) noexcept nogil:
+    """Run the loop: until `until` has ended or the deadline passed; with NULL, until nothing is outstanding."""
+    cdef int64_t idle_since = 0, now
+    cdef int progress
+    while not atomic_load(&c.stopping):
+        progress = take_news(c)
+        progress += pump_out(c)
+        progress += pump_in(c)
+        if until != NULL:
+            if atomic_load(&until.status) != PENDING:
+                return
+        elif not atomic_load(&c.outstanding) and not atomic_load(&c.news):
+            return
+        if progress:
+            idle_since = 0
+            continue
+        now = now_ns()
+        if deadline_ns and now >= deadline_ns:
+            return
+        if idle_since == 0:
+            idle_since = now
+        if now - idle_since < c.spin_ns:
+            yield_cpu()
+            continue
+        park(c, deadline_ns)
+        idle_since = 0
+
+
+cdef inline bint wait_for(Core *c, Task *task, int64_t deadline_ns) noexcept nogil:
+    """Wait for a task, driving if nobody else does. False when the deadline passed first; the role is free then, and `kick` is due
+    unless the caller comes back at once."""
+    lock(&c.monitor)
+    while task.status == PENDING and not c.stopping:
+        if now_ns() >= deadline_ns:
+            break
+        if c.driving:
+            c.waiters += 1
+            wait_until(&c.monitor, deadline_ns)
+            c.waiters -= 1
+            continue
+        c.driving = True
+        unlock(&c.monitor)
+        drive(c, task, deadline_ns)
+        lock(&c.monitor)
+        c.driving = False
+        if task.status != PENDING and c.outstanding and (c.waiters or c.background_idle):
+            notify_all(&c.monitor)
+    unlock(&c.monitor)
+    return task.status != PENDING
+
+
+cdef inline void background(Core *c) noexcept nogil:
+    """The core's own thread: drives whenever there is work and nobody else does."""
+    lock(&c.monitor)
+    while not c.stopping:
+        if c.driving or not (c.outstanding or c.news):
+            c.background_idle = True
+            wait(&c.monitor)
+            c.background_idle = False
+            continue
+        c.driving = True
+        unlock(&c.monitor)
+        drive(c, NULL, 0)
+        lock(&c.monitor)
+        c.driving = False
+        if c.waiters:
+            notify_all(&c.monitor)
+    unlock(&c.monitor)

@@ -1,0 +1,75 @@
+# The things that the core moves. Who may touch what:
+#   Task: made by the submitting thread, handed over through the inbox, then the driver's until `status` leaves PENDING.
+#   Tensor, Partition: filled before they are handed over, then the driver's alone.
+#   Lane.in_flight, Task.wire: also by the transport's thread, atomically.
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+
+cdef enum:
+    MAX_STAGES = 12
+
+cdef struct Partition:
+    uint64_t key                # on the wire; unique in the job
+    uint64_t offset             # bytes from the tensor's start
+    uint64_t length             # bytes
+    int32_t priority            # of its current task
+    uint64_t order              # age: breaks ties of priority, first come first
+    uint32_t lane               # the endpoint's peer that sums it
+    uint32_t slot               # the lane's index of it
+    uint32_t index              # ours: travels as the cookie
+    uint32_t round
+    uint8_t stage               # position in the tensor's list of stages
+    bint registered             # the lane has been told about this key
+    Tensor *tensor
+
+cdef struct Tensor:
+    Partition *parts
+    uint32_t n_parts
+    uint8_t stages[MAX_STAGES]  # what each partition goes through, ended by END
+    uint8_t dtype
+    bint adopted                # the driver has given the partitions their index
+    int status                  # DONE, or why every task of this tensor fails
+    uint32_t detail_a
+    uint32_t detail_b
+    char *name                  # UTF-8
+    uint32_t name_bytes
+    Task *current               # the task whose partitions are under way
+    int64_t started_ns          # when that was submitted
+    Task *first_waiting         # later tasks on the same tensor: one round after another
+    Task *last_waiting
+    Tensor *next                # all tensors of the core
+    int failing_status          # what the driver shall fail it with; guarded by the core's monitor
+    Tensor *next_failing
+
+cdef struct Task:
+    Tensor *tensor
+    char *input                 # NULL: nothing to push (a broadcast's receivers)
+    char *output
+    uint32_t divisor            # or the broadcast's root
+    bint broadcast
+    int32_t priority
+    uint32_t remaining          # partitions not home yet
+    int64_t status              # PENDING until the driver is done with it; read atomically
+    int64_t wire                # bodies that the transport still holds
+    int error                   # of a partition; the task ends with it when all partitions are home
+    int64_t submitted_ns
+    uint32_t detail_a           # with an error: the ranks it is about
+    uint32_t detail_b
+    void *handle                # the Python Handle, which outlives the task's use here
+    Task *next
+
+cdef struct Lane:
+    Partition **heap            # partitions ready to push, most urgent first
+    uint32_t size
+    uint32_t capacity
+    int64_t in_flight           # bytes handed to the transport and not yet written out
+    int64_t starved             # the driver stopped for lack of credit: who returns some must wake it
+    bint ready                  # has answered our ping
+
+cdef struct Counters:
+    int64_t tasks               # completed
+    int64_t bytes               # of tensors that came home
+    int64_t sent                # bytes handed to the transport, headers included
+    int64_t received
+    int64_t messages_out
+    int64_t messages_in
+    int64_t malformed           # records that made no sense

@@ -1,0 +1,77 @@
+# From the transport to the partitions.
+from libc.stddef cimport size_t
+from libc.string cimport memcpy
+
+from bpsx.core.header cimport ANSWER, ERROR, PONG, Header, next_record
+from bpsx.core.partition cimport Partition
+from bpsx.core.stage cimport PULL, advance, fail_partition
+from bpsx.core.state cimport Core
+from bpsx.core.status cimport DONE, E_PROTOCOL
+from bpsx.transports.abi cimport Message
+
+cdef enum:
+    MESSAGES_AT_ONCE = 32       # then the queues get a turn again
+
+
+cdef inline bint expected(Core *c, Message *m, Header *h) noexcept nogil:
+    """Whether an ANSWER or ERROR belongs to a partition of ours that waits for one from this lane."""
+    cdef Partition *p
+    if h.cookie >= c.n_table:
+        return False
+    p = c.table[h.cookie]
+    return p.key == h.key and p.lane == m.peer and p.round == h.round
+
+
+cdef inline bint awaits(Partition *p) noexcept nogil:
+    return p.tensor.status == DONE and p.tensor.current != NULL and p.tensor.stages[p.stage] == PULL
+
+
+cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept nogil:
+    """0, or -1 if the record makes no sense."""
+    cdef Partition *p
+    cdef int status
+    if h.job != c.job or h.sender != c.rank:
+        return -1
+    if h.kind == PONG:
+        if not c.lanes[m.peer].ready:
+            c.lanes[m.peer].ready = True
+            c.n_ready += 1
+        return 0
+    if (h.kind != ANSWER and h.kind != ERROR) or not expected(c, m, h):
+        return -1
+    p = c.table[h.cookie]
+    if not awaits(p):
+        return 0                            # failed meanwhile: too late, not wrong
+    if h.kind == ERROR:
+        status = -<int>h.divisor
+        fail_partition(c, p, status if -8 <= status <= -1 else E_PROTOCOL, h.slot, h.epoch)
+        return 0
+    if h.length != p.length:
+        return -1
+    if p.length:
+        memcpy(p.tensor.current.output + p.offset, body, p.length)
+    advance(c, p)
+    return 0
+
+
+cdef inline int pump_in(Core *c) noexcept nogil:
+    """Take what has arrived. Returns how many messages."""
+    cdef Message m
+    cdef Header h
+    cdef char *body = NULL
+    cdef size_t at
+    cdef int n = 0, more
+    while n < MESSAGES_AT_ONCE and c.endpoint.recv(c.endpoint.self, &m) == 1:
+        n += 1
+        at = 0
+        more = -1 if m.peer >= c.n_lanes else 1
+        while more > 0:
+            more = next_record(m.head, m.head_size, m.body, m.body_size, m.has_body, &at, &h, &body)
+            if more > 0 and take_record(c, &m, &h, body) != 0:
+                more = -1
+        if more < 0:
+            c.counters.malformed += 1
+        c.counters.messages_in += 1
+        c.counters.received += m.head_size + m.body_size
+        c.endpoint.release(c.endpoint.self, &m)
+    return n

@@ -1,0 +1,210 @@
+# From the lanes' queues to the transport.
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memset
+
+from bpsx.core.header cimport (
+    BATCH_BYTES, BATCH_RECORDS, BROADCAST, HEADER_BYTES, INLINE, INLINE_BYTES, PING, PUSH as K_PUSH, REGISTER, Header, header_init, padded,
+)
+from bpsx.core.partition cimport Lane, Partition, Task
+from bpsx.core.queue cimport heap_pop
+from bpsx.core.stage cimport advance, fail_partition
+from bpsx.core.state cimport Core
+from bpsx.core.status cimport DONE, E_MEMORY, E_TRANSPORT
+from bpsx.core.sync cimport atomic_add, atomic_load, atomic_store
+
+# What is on its way through the transport: returned by its done callback, on whatever thread that runs.
+cdef struct Wire:
+    Core *core
+    Lane *lane
+    Task *task                  # whose input the transport reads; NULL for a copied batch
+    int64_t bytes
+
+
+cdef inline void give_back(Wire *w) noexcept nogil:
+    cdef Core *c = w.core
+    atomic_add(&w.lane.in_flight, -w.bytes)
+    if w.task != NULL:
+        atomic_add(&w.task.wire, -1)        # the last touch: with 0 its owner may free it
+    if atomic_load(&w.lane.starved):
+        atomic_store(&w.lane.starved, 0)
+        c.endpoint.wake(c.endpoint.self)
+    free(w)
+
+
+cdef inline void body_done(void *data, void *hint) noexcept nogil:
+    give_back(<Wire *>hint)
+
+
+cdef inline void batch_done(void *data, void *hint) noexcept nogil:
+    free(data)
+    give_back(<Wire *>hint)
+
+
+cdef inline Wire *take_credit(Core *c, Lane *lane, Task *task, int64_t bytes) noexcept nogil:
+    cdef Wire *w = <Wire *>malloc(sizeof(Wire))
+    if w == NULL:
+        return NULL
+    w.core = c
+    w.lane = lane
+    w.task = task
+    w.bytes = bytes
+    atomic_add(&lane.in_flight, bytes)
+    if task != NULL:
+        atomic_add(&task.wire, 1)
+    c.counters.sent += bytes
+    c.counters.messages_out += 1
+    return w
+
+
+cdef inline bint has_credit(Core *c, Lane *lane, uint64_t bytes) noexcept nogil:
+    """Whether `bytes` more may be handed over. If not, whoever returns credit will wake the driver."""
+    cdef int64_t now = atomic_load(&lane.in_flight)
+    if c.credit == 0 or now == 0 or now + <int64_t>bytes <= c.credit:
+        return True
+    atomic_store(&lane.starved, 1)
+    # It may have come back between the look and the flag: then nobody would wake us.
+    now = atomic_load(&lane.in_flight)
+    if now == 0 or now + <int64_t>bytes <= c.credit:
+        atomic_store(&lane.starved, 0)
+        return True
+    return False
+
+
+cdef inline uint64_t push_bytes(Partition *p) noexcept nogil:
+    return p.length if p.tensor.current.input != NULL else 0
+
+
+cdef inline uint64_t register_size(Partition *p) noexcept nogil:
+    return 0 if p.registered else HEADER_BYTES + padded(p.tensor.name_bytes)
+
+
+cdef inline char *put_register(Core *c, Partition *p, char *at) noexcept nogil:
+    """Write the REGISTER record at `at`, once in a partition's life; returns where the next record goes."""
+    cdef Header h
+    if p.registered:
+        return at
+    header_init(&h, REGISTER, c.job, c.rank)
+    h.flags = INLINE
+    h.dtype = p.tensor.dtype
+    h.key = p.key
+    h.slot = p.slot
+    h.epoch = c.epoch
+    h.cookie = p.length
+    h.length = p.tensor.name_bytes
+    memcpy(at, &h, HEADER_BYTES)
+    at += HEADER_BYTES
+    memset(at, 0, padded(h.length))
+    memcpy(at, p.tensor.name, h.length)
+    p.registered = True
+    return at + padded(h.length)
+
+
+cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noexcept nogil:
+    cdef Header h
+    cdef Task *task = p.tensor.current
+    header_init(&h, K_PUSH, c.job, c.rank)
+    h.flags = (INLINE if with_body else 0) | (BROADCAST if task.broadcast else 0)
+    h.dtype = p.tensor.dtype
+    h.key = p.key
+    h.slot = p.slot
+    h.epoch = c.epoch
+    h.round = p.round
+    h.divisor = task.divisor
+    h.priority = task.priority
+    h.cookie = p.index
+    h.length = push_bytes(p)
+    memcpy(at, &h, HEADER_BYTES)
+    at += HEADER_BYTES
+    if with_body and h.length:
+        memcpy(at, task.input + p.offset, h.length)
+        memset(at + h.length, 0, padded(h.length) - h.length)
+        at += padded(h.length)
+    return at
+
+
+cdef inline void send_large(Core *c, Lane *lane, Partition *p) noexcept nogil:
+    """Header, and the tensor's own memory behind it."""
+    cdef uint64_t head_size = register_size(p) + HEADER_BYTES
+    cdef Task *task = p.tensor.current
+    cdef char *head = <char *>malloc(head_size)
+    cdef Wire *w = take_credit(c, lane, task, p.length) if head != NULL else NULL
+    cdef int rc
+    if w == NULL:
+        free(head)
+        fail_partition(c, p, E_MEMORY, 0, 0)
+        return
+    put_push(c, p, put_register(c, p, head), False)
+    rc = c.endpoint.send(
+        c.endpoint.self, p.lane, head, head_size, NULL, NULL, task.input + p.offset, p.length, body_done, w)
+    free(head)
+    if rc != 0:
+        fail_partition(c, p, E_TRANSPORT, 0, 0)
+    else:
+        advance(c, p)
+
+
+cdef inline void send_batch(Core *c, Lane *lane, uint32_t peer) noexcept nogil:
+    """As many small partitions as are queued and fit, most urgent first, copied into one frame."""
+    cdef char *frame = <char *>malloc(BATCH_BYTES + 2 * HEADER_BYTES + 2 * INLINE_BYTES)
+    cdef char *at = frame
+    cdef Partition *picked[BATCH_RECORDS]
+    cdef Partition *p
+    cdef uint32_t n = 0, i
+    cdef Wire *w
+    cdef int rc
+    if frame == NULL:
+        fail_partition(c, heap_pop(lane), E_MEMORY, 0, 0)
+        return
+    while lane.size and at - frame < BATCH_BYTES:
+        p = lane.heap[0]
+        if p.tensor.status == DONE:
+            if push_bytes(p) > INLINE_BYTES:
+                break
+            at = put_push(c, p, put_register(c, p, at), True)
+            picked[n] = p
+            n += 1
+        heap_pop(lane)
+    w = take_credit(c, lane, NULL, at - frame) if n else NULL
+    if w == NULL:
+        free(frame)
+        rc = E_MEMORY
+    else:
+        rc = c.endpoint.send(
+            c.endpoint.self, peer, frame, at - frame, batch_done, w, NULL, 0, NULL, NULL)
+    for i in range(n):
+        if rc != 0:
+            fail_partition(c, picked[i], E_TRANSPORT if rc == -1 else rc, 0, 0)
+        else:
+            advance(c, picked[i])
+
+
+cdef inline int pump_out(Core *c) noexcept nogil:
+    """Send what credit allows. Returns how many messages went."""
+    cdef uint32_t i
+    cdef int sent = 0
+    cdef Lane *lane
+    cdef Partition *p
+    for i in range(c.n_lanes):
+        lane = &c.lanes[i]
+        while lane.size:
+            p = lane.heap[0]
+            if p.tensor.status != DONE:
+                heap_pop(lane)              # its tasks have been failed
+                continue
+            if not has_credit(c, lane, push_bytes(p)):
+                break
+            if push_bytes(p) <= INLINE_BYTES:
+                send_batch(c, lane, i)
+            else:
+                heap_pop(lane)
+                send_large(c, lane, p)
+            sent += 1
+    return sent
+
+
+cdef inline int send_ping(Core *c, uint32_t peer) noexcept nogil:
+    cdef Header h
+    header_init(&h, PING, c.job, c.rank)
+    h.epoch = c.epoch
+    return c.endpoint.send(c.endpoint.self, peer, &h, HEADER_BYTES, NULL, NULL, NULL, 0, NULL, NULL)

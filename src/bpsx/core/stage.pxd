@@ -1,0 +1,153 @@
+# The state machine of a partition, and of the task that it belongs to. The one switch over stages is `enter`.
+#
+# Only the driver calls these. pipeline.py has the same stage names and chooses each tensor's list.
+from libc.stdint cimport uint32_t
+from libc.stdlib cimport realloc
+
+from bpsx.core.partition cimport Partition, Task, Tensor
+from bpsx.core.queue cimport heap_push
+from bpsx.core.state cimport Core
+from bpsx.core.status cimport DONE, E_MEMORY
+from bpsx.core.sync cimport atomic_store, lock, notify_all, unlock
+
+cdef enum Stage:
+    END = 0
+    COORDINATE_REDUCE = 1
+    REDUCE = 2
+    COPYD2H = 3
+    PCIE_REDUCE = 4
+    COORDINATE_PUSH = 5
+    COMPRESS = 6
+    PUSH = 7                    # waits in its lane's queue to be sent
+    PULL = 8                    # on its way: waits for the answer
+    DECOMPRESS = 9
+    COPYH2D = 10
+    COORDINATE_BROADCAST = 11
+    BROADCAST = 12
+
+
+cdef inline void enter(Core *c, Partition *p) noexcept nogil:
+    """Do what the partition's present stage asks for."""
+    cdef int stage = p.tensor.stages[p.stage]
+    if stage == PUSH:
+        p.priority = p.tensor.current.priority
+        p.order = c.next_order
+        c.next_order += 1
+        if heap_push(&c.lanes[p.lane], p) != 0:
+            fail_partition(c, p, E_MEMORY, 0, 0)
+    elif stage == END:
+        home(c, p)
+    # PULL: the answer moves it on.
+
+
+cdef inline void advance(Core *c, Partition *p) noexcept nogil:
+    p.stage += 1
+    enter(c, p)
+
+
+cdef inline void fail_partition(Core *c, Partition *p, int status, uint32_t a, uint32_t b) noexcept nogil:
+    """The partition's round failed. Its task ends with the first error, once all its partitions are home."""
+    cdef Task *task = p.tensor.current
+    if task.error == 0:
+        task.error = status
+        task.detail_a = a
+        task.detail_b = b
+    home(c, p)
+
+
+cdef inline void home(Core *c, Partition *p) noexcept nogil:
+    cdef Tensor *tensor = p.tensor
+    cdef Task *task = tensor.current
+    p.round += 1
+    task.remaining -= 1
+    if task.remaining:
+        return
+    tensor.current = NULL
+    finish(c, task, task.error if task.error else DONE)
+    task = tensor.first_waiting
+    if task != NULL:
+        tensor.first_waiting = task.next
+        start(c, task)
+
+
+cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
+    """Publish a task's end. From here on its waiter may go on, and nobody writes to its output."""
+    cdef uint32_t i
+    if status == DONE:
+        c.counters.tasks += 1
+        for i in range(task.tensor.n_parts):
+            c.counters.bytes += task.tensor.parts[i].length
+    lock(&c.monitor)
+    c.outstanding -= 1
+    task.next = c.reap_first
+    c.reap_first = task
+    atomic_store(&task.status, status)
+    if c.waiters:
+        notify_all(&c.monitor)
+    unlock(&c.monitor)
+
+
+cdef inline void start(Core *c, Task *task) noexcept nogil:
+    """Send a task's partitions on their way, or queue it behind an earlier round of the same tensor."""
+    cdef Tensor *tensor = task.tensor
+    cdef uint32_t i
+    task.next = NULL
+    if c.failed or tensor.status < 0:
+        if tensor.status < 0:
+            task.detail_a = tensor.detail_a
+            task.detail_b = tensor.detail_b
+        finish(c, task, <int>c.failed if c.failed else tensor.status)
+        return
+    if tensor.current != NULL:
+        if tensor.first_waiting == NULL:
+            tensor.first_waiting = task
+        else:
+            tensor.last_waiting.next = task
+        tensor.last_waiting = task
+        return
+    tensor.current = task
+    tensor.started_ns = task.submitted_ns
+    task.remaining = tensor.n_parts
+    for i in range(tensor.n_parts):
+        tensor.parts[i].stage = 0
+    for i in range(tensor.n_parts):
+        enter(c, &tensor.parts[i])
+
+
+cdef inline int adopt(Core *c, Tensor *tensor) noexcept nogil:
+    """Give a new tensor's partitions their index. 0, or -1 when there is no memory."""
+    cdef uint32_t i, wanted
+    cdef Partition **grown
+    if tensor.adopted:
+        return 0
+    if c.n_table + tensor.n_parts > c.table_capacity:
+        wanted = max(c.table_capacity * 2, c.n_table + tensor.n_parts)
+        grown = <Partition **>realloc(c.table, wanted * sizeof(Partition *))
+        if grown == NULL:
+            return -1
+        c.table = grown
+        c.table_capacity = wanted
+    for i in range(tensor.n_parts):
+        tensor.parts[i].index = c.n_table
+        c.table[c.n_table] = &tensor.parts[i]
+        c.n_table += 1
+    tensor.next = c.tensors
+    c.tensors = tensor
+    tensor.adopted = True
+    return 0
+
+
+cdef inline void fail_tensor(Core *c, Tensor *tensor, int status) noexcept nogil:
+    """End every task of a tensor now. Its partitions stay where they are and are ignored from here on."""
+    cdef Task *task = tensor.current
+    cdef Task *following
+    tensor.status = status
+    tensor.current = NULL
+    if task != NULL:
+        finish(c, task, status)
+    task = tensor.first_waiting
+    tensor.first_waiting = NULL
+    while task != NULL:
+        following = task.next
+        finish(c, task, status)
+        task = following

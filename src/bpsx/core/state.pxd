@@ -1,0 +1,42 @@
+# The worker's core: one struct, passed to every function. No file of the core has state of its own.
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from bpsx.core.partition cimport Counters, Lane, Partition, Task, Tensor
+from bpsx.core.sync cimport Monitor
+from bpsx.transports.abi cimport Endpoint
+
+cdef struct Core:
+    Endpoint *endpoint
+    uint64_t job
+    uint32_t rank
+    uint32_t epoch
+    int64_t credit              # bytes per lane; 0: no bound
+    int64_t spin_ns             # how long a driver without work yields before it parks
+
+    Monitor monitor
+    # Guarded by the monitor:
+    bint driving                # some thread has the driver role
+    bint parked                 # ... and sleeps in endpoint.wait: wake it
+    bint background_idle        # the background thread sleeps on the monitor
+    uint32_t waiters            # threads that sleep on the monitor for a task
+    Task *inbox_first           # submitted, not yet seen by the driver
+    Task *inbox_last
+    Tensor *failing             # tensors to be failed by the driver
+    Task *reap_first            # finished; Python still has to let go of their memory
+    # Written under the monitor, read anywhere:
+    int64_t news                # the inbox, `failing` or `failed` has something for the driver
+    int64_t failed              # not 0: this status ends every task
+    int64_t outstanding         # tasks submitted and not finished
+    int64_t stopping
+
+    # The driver's alone:
+    Lane *lanes
+    uint32_t n_lanes
+    uint32_t n_ready
+    Partition **table           # by Partition.index
+    uint32_t n_table
+    uint32_t table_capacity
+    uint64_t next_order
+    Tensor *tensors
+    bint swept                  # everything has been failed with `failed`
+    Counters counters

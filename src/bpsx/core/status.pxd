@@ -1,0 +1,14 @@
+# Status codes: what a task, a partition or a round ended with. errors.py turns a negative one into an exception;
+# tests/source checks that both lists agree.
+
+cdef enum Status:
+    PENDING = 0
+    DONE = 1
+    E_PEER_LOST = -1      # a worker, a server or the scheduler is gone
+    E_MISMATCH = -2       # workers disagree about shape, dtype, operation or divisor
+    E_LEFT = -3           # a worker left the job in good order while others still need it
+    E_STALL = -4          # every worker waits for something that another one has not pushed
+    E_PROTOCOL = -5       # the peer refused a message as malformed
+    E_SHUTDOWN = -6       # this process shut bpsx down with the operation under way
+    E_MEMORY = -7         # allocation failed
+    E_TRANSPORT = -8      # the transport refused to send

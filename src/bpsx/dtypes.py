@@ -1,0 +1,43 @@
+"""The element types that bpsx can sum, and their codes on the wire."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from bpsx.errors import ConfigError
+
+
+class DType(NamedTuple):
+    """One element type: ``code`` on the wire, ``name``, bytes of an element, and bytes of the accumulator's."""
+
+    code: int
+    name: str
+    itemsize: int
+    wide_itemsize: int
+
+
+#: Halves are summed in float32, 8-bit integers in int32; the result is narrowed once.
+DTYPES: tuple[DType, ...] = (
+    DType(1, "float16", 2, 4),
+    DType(2, "bfloat16", 2, 4),
+    DType(3, "float32", 4, 4),
+    DType(4, "float64", 8, 8),
+    DType(5, "uint8", 1, 4),
+    DType(6, "int8", 1, 4),
+    DType(7, "int32", 4, 4),
+    DType(8, "int64", 8, 8),
+)
+BY_NAME: dict[str, DType] = {d.name: d for d in DTYPES}
+BY_CODE: dict[int, DType] = {d.code: d for d in DTYPES}
+
+
+def dtype_named(name: str, what: str) -> DType:
+    """The type called ``name``; ``what`` says whose it is, for the error."""
+    try:
+        return BY_NAME[name]
+    except KeyError:
+        raise UnsupportedDType(f"{what}: dtype {name} cannot be summed; allowed: {', '.join(BY_NAME)}") from None
+
+
+class UnsupportedDType(ConfigError, TypeError):
+    """A tensor has an element type that bpsx does not sum."""

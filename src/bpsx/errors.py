@@ -1,0 +1,85 @@
+"""What can go wrong, as exceptions. Every one derives from :class:`BpsxError`.
+
+Two kinds: *the world's* (a peer died, a deadline passed: the job is over, start it again) and *yours* (a wrong option, tensors that
+differ between workers: the message says what to change). Status codes of the core become exceptions here and nowhere else.
+"""
+
+from __future__ import annotations
+
+
+class BpsxError(Exception):
+    """Base class of all errors raised by bpsx."""
+
+
+class ConfigError(BpsxError, ValueError):
+    """An option has a value that is not allowed, or a required one is missing. Names the variable and what is allowed."""
+
+
+class NotInitializedError(BpsxError, RuntimeError):
+    """A verb was called before ``init()`` or after ``shutdown()``."""
+
+
+class RendezvousError(BpsxError, TimeoutError):
+    """The job did not come together before the deadline. Names who is missing."""
+
+
+class TransportError(BpsxError, ConnectionError):
+    """The transport could not listen, connect or send."""
+
+
+class PeerLostError(BpsxError, ConnectionError):
+    """A worker, a server or the scheduler died or cannot be reached. Names role, rank and address."""
+
+
+class PeerLeftError(PeerLostError):
+    """A worker left the job in good order while this one still needs its gradients."""
+
+
+class MismatchError(BpsxError, ValueError):
+    """Workers disagree about a tensor's shape, dtype or operation. Names both sides."""
+
+
+class StallError(BpsxError, TimeoutError):
+    """Every worker waits for a tensor that another worker has not pushed. Names the tensors."""
+
+
+class ProtocolError(BpsxError, RuntimeError):
+    """A peer refused a message as malformed: a defect in bpsx, or a foreign program on the port."""
+
+
+class ShutdownError(BpsxError, RuntimeError):
+    """bpsx was shut down while the operation was under way."""
+
+
+class OutOfMemoryError(BpsxError, MemoryError):
+    """The core could not allocate memory."""
+
+
+#: Status code of the core (``core/status.pxd``) -> exception, and what to say if nothing more is known.
+STATUS: dict[int, tuple[type[BpsxError], str]] = {
+    -1: (PeerLostError, "a peer was lost"),
+    -2: (MismatchError, "the workers disagree about this tensor"),
+    -3: (PeerLeftError, "a worker has left the job"),
+    -4: (StallError, "all workers wait for each other"),
+    -5: (ProtocolError, "the server refused the message as malformed"),
+    -6: (ShutdownError, "bpsx was shut down while this was under way"),
+    -7: (OutOfMemoryError, "the core could not allocate memory"),
+    -8: (TransportError, "the transport refused to send"),
+}
+
+
+def from_status(status: int, detail: str = "") -> BpsxError:
+    """The exception for a negative ``status``; ``detail`` replaces the general text."""
+    kind, text = STATUS[status]
+    return kind(detail or text)
+
+
+def explain(status: int, name: str, rank_a: int, rank_b: int) -> str:
+    """What a failed round of tensor ``name`` means; the ranks come with the server's refusal."""
+    kind, text = STATUS[status]
+    if kind is MismatchError:
+        return (f"tensor {name!r}: workers {rank_a} and {rank_b} asked for different operations in the same round "
+                "(sum, average or broadcast, or another root); all workers must call the same one")
+    if kind is PeerLeftError:
+        return f"tensor {name!r}: worker {rank_a} has shut down without pushing it, so its sum can never be complete"
+    return f"tensor {name!r}: {text}"

@@ -1,0 +1,30 @@
+"""Summation kernels: loops over elements that the servers call by function pointer, without the GIL.
+
+``load(code)`` compiles (or takes from the cache) what one element type needs. The signatures are in ``abi.pxd``; what they compute is
+spelled out in :mod:`bpsx.kernels.reference`, the slow oracle that the tests compare with.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Kernels(NamedTuple):
+    """Addresses of one element type's kernels (0: not needed for it) and what keeps them alive."""
+
+    itemsize: int
+    wide_itemsize: int
+    pair: int
+    add: int
+    start: int
+    finish: int
+    divide: int
+    owners: tuple[object, ...]
+
+
+def load(code: int) -> Kernels:
+    """The kernels of the element type with this wire code. Raises :class:`KeyError` if there is none."""
+    # Numba takes a third of a second to import: only processes that sum pay for it.
+    from bpsx.kernels.cpu import sum as cpu_sum
+
+    return cpu_sum.load(code)

@@ -1,0 +1,88 @@
+"""Numba intrinsics that widen an element for summing and narrow the result.
+
+Numba has no 16-bit floats, so their bits travel as integers, and the integer type says which: int16 is a float16, uint16 a
+bfloat16. All other types stand for themselves, except that 8-bit integers widen to int32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.errors import TypingError
+from numba.extending import intrinsic
+
+_F32 = ir.FloatType()
+_I16 = ir.IntType(16)
+_I32 = ir.IntType(32)
+
+
+def wide_type(element: types.Type) -> types.Type:
+    """The Numba type in which elements of ``element`` are summed."""
+    if element in (types.int16, types.uint16):
+        return types.float32
+    if element in (types.int8, types.uint8):
+        return types.int32
+    return element
+
+
+def _bfloat16_bits(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Round a float32 to the nearest bfloat16, ties to even; a NaN stays one (its payload might round up to infinity)."""
+    bits = builder.bitcast(value, _I32)
+    odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+    rounded = builder.add(builder.add(bits, _I32(0x7FFF)), odd)
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    quiet = builder.or_(bits, _I32(0x00400000))
+    return builder.trunc(builder.lshr(builder.select(is_nan, quiet, rounded), _I32(16)), _I16)
+
+
+@intrinsic
+def widen(typingctx: Any, x: types.Type) -> Any:
+    """``x`` in the type in which it is summed."""
+    result = wide_type(x)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        (value,) = args
+        if x == types.int16:
+            return builder.fpext(builder.bitcast(value, ir.HalfType()), _F32)
+        if x == types.uint16:
+            return builder.bitcast(builder.shl(builder.zext(value, _I32), _I32(16)), _F32)
+        return context.cast(builder, value, x, result)
+
+    return result(x), codegen
+
+
+@intrinsic
+def narrow(typingctx: Any, x: types.Type, like: types.Type) -> Any:
+    """The sum ``x`` as an element of the type of ``like``, rounded once; integers wrap."""
+    if wide_type(like) != x:
+        raise TypingError(f"narrow: {x} is not the wide type of {like}")
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        value = args[0]
+        if like == types.int16:
+            return builder.bitcast(builder.fptrunc(value, ir.HalfType()), _I16)
+        if like == types.uint16:
+            return _bfloat16_bits(builder, value)
+        if like in (types.int8, types.uint8):
+            return builder.trunc(value, ir.IntType(8))
+        return value
+
+    return like(x, like), codegen
+
+
+@intrinsic
+def over(typingctx: Any, x: types.Type, divisor: types.Type) -> Any:
+    """``x / divisor``: floating point divides, integers round down as ``//`` does. The divisor is a positive int64."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        value, d = args
+        if isinstance(x, types.Float):
+            return builder.fdiv(value, context.cast(builder, d, divisor, x))
+        d = context.cast(builder, d, divisor, x)
+        quotient = builder.sdiv(value, d)
+        below = builder.icmp_signed("<", builder.srem(value, d), ir.Constant(d.type, 0))
+        return builder.sub(quotient, builder.zext(below, d.type))
+
+    return x(x, divisor), codegen

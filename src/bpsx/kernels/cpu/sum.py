@@ -1,0 +1,91 @@
+"""Sums on the CPU: what ``abi.pxd`` declares, for every element type, as C functions compiled by Numba.
+
+Compiled code is cached in a folder of the user's (``BPSX_CACHE_DIR``), so only the first server ever started on a machine compiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numba
+from numba import types
+from numba.core import config as numba_config
+
+from bpsx.config import cache_dir
+from bpsx.dtypes import BY_CODE
+from bpsx.kernels import Kernels
+from bpsx.kernels.cpu.halves import narrow, over, wide_type, widen
+
+# 16-bit floats travel as integers, see halves.py.
+_ELEMENTS: dict[str, types.Type] = {
+    "float16": types.int16, "bfloat16": types.uint16, "float32": types.float32, "float64": types.float64,
+    "uint8": types.uint8, "int8": types.int8, "int32": types.int32, "int64": types.int64,
+}
+
+
+def _pair(a: Any, b: Any, n: int, divisor: int) -> None:
+    if divisor == 1:
+        for i in range(n):
+            a[i] = narrow(widen(a[i]) + widen(b[i]), a[i])
+    else:
+        for i in range(n):
+            a[i] = narrow(over(widen(a[i]) + widen(b[i]), divisor), a[i])
+
+
+def _add(acc: Any, src: Any, n: int) -> None:
+    for i in range(n):
+        acc[i] += widen(src[i])
+
+
+def _start(acc: Any, a: Any, b: Any, n: int) -> None:
+    for i in range(n):
+        acc[i] = widen(a[i]) + widen(b[i])
+
+
+def _finish(out: Any, acc: Any, src: Any, n: int, divisor: int) -> None:
+    if divisor == 1:
+        for i in range(n):
+            out[i] = narrow(acc[i] + widen(src[i]), src[i])
+    else:
+        for i in range(n):
+            out[i] = narrow(over(acc[i] + widen(src[i]), divisor), src[i])
+
+
+def _divide(a: Any, n: int, divisor: int) -> None:
+    for i in range(n):
+        a[i] = narrow(over(widen(a[i]), divisor), a[i])
+
+
+@contextlib.contextmanager
+def _cache_in(folder: str) -> Iterator[None]:
+    """Let Numba cache in ``folder``; restored afterwards, since the setting is Numba's and the process's."""
+    before = numba_config.CACHE_DIR
+    numba_config.CACHE_DIR = folder
+    try:
+        yield
+    finally:
+        numba_config.CACHE_DIR = before
+
+
+def _compile(body: Callable[..., None], *arguments: types.Type) -> Any:
+    return numba.cfunc(types.void(*arguments), cache=True, error_model="numpy")(body)
+
+
+def load(code: int) -> Kernels:
+    """See :func:`bpsx.kernels.load`."""
+    dtype = BY_CODE[code]
+    element = _ELEMENTS[dtype.name]
+    data = types.CPointer(element)
+    acc = types.CPointer(wide_type(element))
+    count = types.int64
+    with _cache_in(str(cache_dir())):
+        pair = _compile(_pair, data, data, count, count)
+        add = _compile(_add, acc, data, count)
+        divide = _compile(_divide, data, count, count)
+        owners = [pair, add, divide]
+        if dtype.wide_itemsize != dtype.itemsize:
+            owners += [_compile(_start, acc, data, data, count), _compile(_finish, data, acc, data, count, count)]
+    start, finish = (owners[3].address, owners[4].address) if len(owners) > 3 else (0, 0)
+    return Kernels(dtype.itemsize, dtype.wide_itemsize, pair.address, add.address, start, finish, divide.address, tuple(owners))

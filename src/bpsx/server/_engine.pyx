@@ -1,0 +1,418 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+"""A server's lane: receive, sum, answer, all on one thread that never holds the GIL while it works."""
+cimport cython
+from cpython.pycapsule cimport PyCapsule_GetPointer
+from libc.stddef cimport size_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.string cimport memcpy, memset
+
+from bpsx.core.header cimport BROADCAST, MAX_NAME_BYTES, PING, PUSH, REGISTER, Header, next_record
+from bpsx.core.status cimport E_LEFT, E_MEMORY, E_PROTOCOL
+from bpsx.core.sync cimport atomic_load, atomic_store, now_ns, yield_cpu
+from bpsx.kernels.abi cimport Kernels, add_fn, divide_fn, finish_fn, pair_fn, start_fn
+from bpsx.server.answer cimport close_round, fail_round, flush_all, let_go, send_error, send_pong
+from bpsx.server.lane cimport (
+    MAX_PARTITION_BYTES, MAX_SLOTS, N_DTYPES, RECEIVE_AT_ONCE, Lane as CLane, Out, Pending,
+)
+from bpsx.server.store cimport (
+    ACCEPTED, CLOSED, FAILED, MALFORMED, REPEATED, Entry, Share, Verdict, add, count_push, entry_free, entry_new,
+)
+from bpsx.transports.abi cimport Endpoint, Message
+
+from bpsx.kernels import load as load_kernels
+
+
+cdef bint load(CLane *lane, int dtype) noexcept with gil:
+    """Fetch a dtype's kernels the first time that a key needs them."""
+    try:
+        (<Lane>lane.owner).load(dtype)
+        return True
+    except Exception as e:
+        (<Lane>lane.owner).log(f"dtype code {dtype}: no kernels: {e}")
+        return False
+
+
+cdef bint grow(CLane *lane, uint32_t slot) noexcept nogil:
+    cdef uint32_t wanted
+    cdef Entry **grown
+    if slot < lane.n_entries:
+        return True
+    wanted = max(slot + 1, lane.n_entries * 2)
+    grown = <Entry **>realloc(lane.entries, wanted * sizeof(Entry *))
+    if grown == NULL:
+        return False
+    memset(grown + lane.n_entries, 0, (wanted - lane.n_entries) * sizeof(Entry *))
+    lane.entries = grown
+    lane.n_entries = wanted
+    return True
+
+
+cdef int register(CLane *lane, Header *h) noexcept nogil:
+    """A worker announces a key. All announcements of a slot must agree; the scheduler has seen to that."""
+    cdef Entry *e
+    cdef Kernels *k
+    if h.slot >= MAX_SLOTS or h.dtype >= N_DTYPES or h.cookie > MAX_PARTITION_BYTES or h.length > MAX_NAME_BYTES:
+        return -1
+    if h.slot < lane.n_entries and lane.entries[h.slot] != NULL:
+        e = lane.entries[h.slot]
+        return 0 if e.key == h.key and e.nbytes == h.cookie and e.dtype == h.dtype else -1
+    k = &lane.kernels[h.dtype]
+    if k.add == NULL and not load(lane, h.dtype):
+        return -1
+    if h.cookie % k.itemsize or not grow(lane, h.slot):
+        return -1
+    lane.entries[h.slot] = entry_new(h.key, h.cookie, h.dtype, k, lane.workers)
+    return 0 if lane.entries[h.slot] != NULL else -1
+
+
+cdef void hold(CLane *lane, Entry *e, uint32_t rank, Message *m, char *body, bint *kept) noexcept nogil:
+    """Fixed order, and it is not this rank's turn: keep its push."""
+    cdef Share *share = &e.shares[rank]
+    if m != NULL and body == m.body:
+        share.message = m
+        share.body = body
+        kept[0] = True
+        return
+    share.body = <char *>malloc(max(e.nbytes, <uint64_t>1))
+    if share.body == NULL:
+        e.status = E_MEMORY
+    else:
+        memcpy(share.body, body, e.nbytes)
+
+
+cdef void add_share(CLane *lane, Entry *e, Message *m, char *body, bint *kept) noexcept nogil:
+    if e.nbytes and add(e, m, body, lane.workers, kept) != 0:
+        e.status = E_MEMORY
+
+
+cdef void add_held(CLane *lane, Entry *e) noexcept nogil:
+    """Add what was held for as long as the next rank's push is there."""
+    cdef Share *share
+    cdef bint kept
+    while e.next_rank < lane.workers and e.shares[e.next_rank].body != NULL:
+        share = &e.shares[e.next_rank]
+        kept = False
+        add_share(lane, e, share.message, share.body, &kept)
+        if share.message == NULL:
+            free(share.body)
+        elif not kept:
+            let_go(lane, share.message)
+        share.message = NULL
+        share.body = NULL
+        e.next_rank += 1
+
+
+cdef void drop_held(CLane *lane, Entry *e) noexcept nogil:
+    cdef uint32_t rank
+    for rank in range(lane.workers):
+        if e.shares[rank].message != NULL:
+            let_go(lane, e.shares[rank].message)
+        else:
+            free(e.shares[rank].body)
+        e.shares[rank].message = NULL
+        e.shares[rank].body = NULL
+
+
+cdef void contribute(CLane *lane, Entry *e, Header *h, Message *m, char *body, bint *kept) noexcept nogil:
+    """Bring an accepted push into the round's result."""
+    if e.broadcast:
+        if h.sender == e.divisor:
+            e.added = lane.workers          # nothing else will be added, and nothing divided
+            if m != NULL and body == m.body and body != NULL:
+                e.first = m
+                e.sum = body
+                kept[0] = True
+            else:
+                if e.small == NULL:
+                    e.small = <char *>malloc(max(e.nbytes, <uint64_t>1))
+                if e.small == NULL:
+                    e.status = E_MEMORY
+                    return
+                memcpy(e.small, body, e.nbytes)
+                e.sum = e.small
+        return
+    if lane.fixed_order and lane.workers > 2 and e.nbytes:
+        if h.sender != e.next_rank:
+            hold(lane, e, h.sender, m, body, kept)
+            return
+        add_share(lane, e, m, body, kept)
+        e.next_rank += 1
+        add_held(lane, e)
+        return
+    add_share(lane, e, m, body, kept)
+
+
+cdef bint lacks_somebody(CLane *lane, Entry *e, uint32_t *who) noexcept nogil:
+    """Whether a worker that has left had not pushed in the open round."""
+    cdef uint32_t rank
+    for rank in range(lane.workers):
+        if atomic_load(&lane.gone[rank]) and not e.shares[rank].pushed:
+            who[0] = rank
+            return True
+    return False
+
+
+cdef void abandon(CLane *lane, Entry *e, uint32_t who) noexcept nogil:
+    e.status = E_LEFT
+    e.detail_a = who
+    fail_round(lane, e)
+
+
+cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexcept nogil:
+    cdef Entry *e = lane.entries[h.slot] if h.slot < lane.n_entries else NULL
+    cdef Verdict verdict
+    cdef uint32_t who = 0
+    cdef bint had_failed
+    if e == NULL or h.epoch != lane.epoch:
+        send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)
+        return -1
+    had_failed = e.status != 0
+    verdict = count_push(e, h, lane.workers)
+    if verdict == MALFORMED:
+        send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)
+        return -1
+    if verdict == REPEATED:
+        lane.repeated += 1
+        return 0
+    if verdict == FAILED:
+        if had_failed:
+            send_error(lane, h.sender, e.key, e.round, h.cookie, e.status, e.detail_a, e.detail_b)
+        else:
+            fail_round(lane, e)
+    else:
+        contribute(lane, e, h, m, body, kept)
+        if e.status != 0:
+            fail_round(lane, e)
+        elif verdict == ACCEPTED and lane.somebody_gone and lacks_somebody(lane, e, &who):
+            abandon(lane, e, who)
+    if e.pushed == lane.workers:
+        drop_held(lane, e)
+        close_round(lane, e)
+    return 0
+
+
+cdef void handle(CLane *lane, Message *m) noexcept nogil:
+    """Work through the records of one message. The message is the lane's no more afterwards."""
+    cdef Header h
+    cdef char *body = NULL
+    cdef size_t at = 0
+    cdef bint kept = False
+    cdef int more = 1 if m.peer < lane.workers else -1
+    lane.messages_in += 1
+    while more > 0:
+        more = next_record(m.head, m.head_size, m.body, m.body_size, m.has_body, &at, &h, &body)
+        if more <= 0:
+            break
+        if h.job != lane.job or h.sender != m.peer:
+            more = -1
+        elif h.kind == PUSH:
+            if push(lane, &h, m if body != NULL and body == m.body else NULL, body, &kept) != 0:
+                lane.malformed += 1
+        elif h.kind == REGISTER:
+            if register(lane, &h) != 0:
+                lane.malformed += 1
+        elif h.kind == PING:
+            send_pong(lane, m.peer)
+        else:
+            more = -1
+    if more < 0:
+        lane.malformed += 1
+    if not kept:
+        let_go(lane, m)
+
+
+cdef Message *receive(CLane *lane) noexcept nogil:
+    cdef Message *m = <Message *>malloc(sizeof(Message))
+    if m == NULL:
+        lane.dropped += 1
+        return NULL
+    if lane.endpoint.recv(lane.endpoint.self, m) != 1:
+        free(m)
+        return NULL
+    return m
+
+
+cdef bint more_urgent(Pending *a, Pending *b) noexcept nogil:
+    return a.urgency > b.urgency or (a.urgency == b.urgency and a.order < b.order)
+
+
+cdef int64_t urgency_of(Message *m) noexcept nogil:
+    """The highest priority in a message; control records go first."""
+    cdef Header h
+    cdef char *body = NULL
+    cdef size_t at = 0
+    cdef int64_t best = -(<int64_t>1 << 40)
+    while next_record(m.head, m.head_size, m.body, m.body_size, m.has_body, &at, &h, &body) > 0:
+        if h.kind == PING:
+            return <int64_t>1 << 40
+        if h.kind == PUSH:
+            best = max(best, <int64_t>h.priority)
+    return best
+
+
+cdef bint keep_pending(CLane *lane, Message *m) noexcept nogil:
+    cdef uint32_t i, wanted
+    cdef Pending *grown
+    cdef Pending item
+    if lane.n_pending == lane.pending_capacity:
+        wanted = max(lane.pending_capacity * 2, <uint32_t>64)
+        grown = <Pending *>realloc(lane.pending, wanted * sizeof(Pending))
+        if grown == NULL:
+            return False
+        lane.pending = grown
+        lane.pending_capacity = wanted
+    item.message = m
+    item.urgency = urgency_of(m)
+    item.order = lane.arrivals
+    lane.arrivals += 1
+    i = lane.n_pending
+    lane.n_pending += 1
+    # Kept sorted, the most urgent last: messages come mostly in order of urgency, so this moves little.
+    while i > 0 and more_urgent(&lane.pending[i - 1], &item):
+        lane.pending[i] = lane.pending[i - 1]
+        i -= 1
+    lane.pending[i] = item
+    return True
+
+
+cdef int turn(CLane *lane) noexcept nogil:
+    """Receive and handle some messages; returns how many."""
+    cdef int n = 0
+    cdef Message *m
+    if not lane.scheduled:
+        while n < RECEIVE_AT_ONCE:
+            m = receive(lane)
+            if m == NULL:
+                break
+            handle(lane, m)
+            n += 1
+        return n
+    while True:
+        m = receive(lane)
+        if m == NULL:
+            break
+        if not keep_pending(lane, m):
+            handle(lane, m)
+    if lane.n_pending:
+        lane.n_pending -= 1
+        handle(lane, lane.pending[lane.n_pending].message)
+        n = 1
+    return n
+
+
+cdef void notice_gone(CLane *lane) noexcept nogil:
+    """Somebody has left: the rounds that lack him can never close."""
+    cdef uint32_t i, who = 0
+    cdef Entry *e
+    atomic_store(&lane.news, 0)
+    for i in range(lane.workers):
+        if atomic_load(&lane.gone[i]):
+            lane.somebody_gone = True
+    for i in range(lane.n_entries):
+        e = lane.entries[i]
+        if e != NULL and e.pushed and e.status == 0 and lacks_somebody(lane, e, &who):
+            abandon(lane, e, who)
+
+
+cdef void run(CLane *lane) noexcept nogil:
+    cdef int64_t idle_since = 0, now
+    while not atomic_load(&lane.stopping):
+        if atomic_load(&lane.news):
+            notice_gone(lane)
+        if turn(lane):
+            flush_all(lane)
+            idle_since = 0
+            continue
+        now = now_ns()
+        if idle_since == 0:
+            idle_since = now
+        if now - idle_since < lane.spin_ns:
+            yield_cpu()
+        else:
+            lane.endpoint.wait(lane.endpoint.self, 1000)
+            idle_since = 0
+    flush_all(lane)
+
+
+@cython.no_gc_clear
+cdef class Lane:
+    """One lane over one endpoint. :meth:`run` blocks until :meth:`stop`; the other methods may be called from any thread."""
+    cdef CLane c
+    cdef object endpoint, capsule, logger
+    cdef list kept
+
+    def __cinit__(self, endpoint, *, uint64_t job, int workers, bint fixed_order=False, bint scheduled=False, double spin_us=0,
+                  log=print):
+        memset(&self.c, 0, sizeof(CLane))
+        self.endpoint = endpoint
+        self.capsule = endpoint.abi()
+        self.c.endpoint = <Endpoint *>PyCapsule_GetPointer(self.capsule, b"bpsx.Endpoint")
+        self.c.job = job
+        self.c.workers = workers
+        self.c.fixed_order = fixed_order
+        self.c.scheduled = scheduled
+        self.c.spin_ns = <int64_t>(spin_us * 1000)
+        self.c.owner = <void *>self
+        self.c.outs = <Out *>calloc(workers, sizeof(Out))
+        self.c.gone = <int64_t *>calloc(workers, sizeof(int64_t))
+        self.logger = log
+        self.kept = []
+        if self.c.outs == NULL or self.c.gone == NULL:
+            raise MemoryError(f"no memory for {workers} workers")
+
+    def load(self, dtype: int) -> None:
+        """Make sure that the kernels of a dtype code are there. Raises :class:`KeyError` for an unknown code."""
+        cdef Kernels *k = &self.c.kernels[dtype]
+        found = load_kernels(dtype)
+        self.kept.append(found)
+        k.itemsize = found.itemsize
+        k.wide_itemsize = found.wide_itemsize
+        k.start = <start_fn><uintptr_t>found.start
+        k.finish = <finish_fn><uintptr_t>found.finish
+        k.pair = <pair_fn><uintptr_t>found.pair
+        k.divide = <divide_fn><uintptr_t>found.divide
+        k.add = <add_fn><uintptr_t>found.add
+
+    def log(self, text: str) -> None:
+        self.logger(text)
+
+    def run(self) -> None:
+        """Work until stopped."""
+        with nogil:
+            run(&self.c)
+
+    def gone(self, rank: int) -> None:
+        """Worker ``rank`` has left the job in good order: rounds that lack it fail."""
+        atomic_store(&self.c.gone[rank], 1)
+        atomic_store(&self.c.news, 1)
+        self.c.endpoint.wake(self.c.endpoint.self)
+
+    def stop(self) -> None:
+        atomic_store(&self.c.stopping, 1)
+        self.c.endpoint.wake(self.c.endpoint.self)
+
+    def counters(self) -> dict:
+        """What this lane has done: rounds closed, bytes summed (of results), messages, and what it refused."""
+        return {
+            "rounds": self.c.rounds, "bytes": self.c.bytes, "messages_received": self.c.messages_in,
+            "messages_sent": self.c.messages_out, "malformed": self.c.malformed, "repeated": self.c.repeated,
+            "dropped": self.c.dropped,
+        }
+
+    def __dealloc__(self):
+        cdef uint32_t i
+        for i in range(self.c.n_pending):
+            let_go(&self.c, self.c.pending[i].message)
+        for i in range(self.c.n_entries):
+            if self.c.entries[i] != NULL:
+                drop_held(&self.c, self.c.entries[i])
+                let_go(&self.c, self.c.entries[i].first)
+                entry_free(self.c.entries[i])
+        if self.c.outs != NULL:
+            for i in range(self.c.workers):
+                free(self.c.outs[i].frame)
+        free(self.c.pending)
+        free(self.c.entries)
+        free(self.c.outs)
+        free(self.c.gone)

@@ -1,0 +1,150 @@
+# From a closed round to the workers. Large results are one buffer for all; small ones are batched per worker.
+from libc.stddef cimport size_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memset
+
+from bpsx.core.header cimport ANSWER, BATCH_BYTES, ERROR, HEADER_BYTES, INLINE, INLINE_BYTES, PONG, Header, header_init, padded
+from bpsx.core.sync cimport atomic_add
+from bpsx.server.lane cimport Lane, Out
+from bpsx.server.store cimport Entry, open_next_round
+from bpsx.transports.abi cimport Message
+
+# A result on its way to several workers: the message that holds it is let go with the last of them.
+cdef struct Result:
+    Lane *lane
+    Message *message
+    int64_t references
+
+
+cdef inline void result_done(void *data, void *hint) noexcept nogil:
+    cdef Result *r = <Result *>hint
+    if atomic_add(&r.references, -1) == 0:
+        r.lane.endpoint.release(r.lane.endpoint.self, r.message)
+        free(r.message)
+        free(r)
+
+
+cdef inline void frame_done(void *data, void *hint) noexcept nogil:
+    free(data)
+
+
+cdef inline void let_go(Lane *lane, Message *m) noexcept nogil:
+    if m != NULL:
+        lane.endpoint.release(lane.endpoint.self, m)
+        free(m)
+
+
+cdef inline void flush(Lane *lane, uint32_t rank) noexcept nogil:
+    """Send what has been batched for a worker."""
+    cdef Out *out = &lane.outs[rank]
+    if out.frame == NULL:
+        return
+    lane.endpoint.send(lane.endpoint.self, rank, out.frame, out.size, frame_done, NULL, NULL, 0, NULL, NULL)
+    out.frame = NULL
+    out.size = 0
+    lane.messages_out += 1
+
+
+cdef inline void flush_all(Lane *lane) noexcept nogil:
+    cdef uint32_t rank
+    for rank in range(lane.workers):
+        flush(lane, rank)
+
+
+cdef inline void put_record(Lane *lane, uint32_t rank, Header *h, char *body) noexcept nogil:
+    """Batch a record for a worker. Without memory it is lost, and counted: the worker's stall report names the tensor."""
+    cdef Out *out = &lane.outs[rank]
+    cdef size_t size = HEADER_BYTES + padded(h.length)
+    if out.frame != NULL and out.size + size > BATCH_BYTES:
+        flush(lane, rank)
+    if out.frame == NULL:
+        out.frame = <char *>malloc(max(<size_t>BATCH_BYTES, size))
+        if out.frame == NULL:
+            lane.dropped += 1
+            return
+    h.flags = INLINE
+    memcpy(out.frame + out.size, h, HEADER_BYTES)
+    if h.length and body != NULL:
+        memcpy(out.frame + out.size + HEADER_BYTES, body, h.length)
+        memset(out.frame + out.size + HEADER_BYTES + h.length, 0, padded(h.length) - h.length)
+    out.size += size
+
+
+cdef inline void reply_header(Lane *lane, Header *h, uint8_t kind, uint32_t rank, Entry *e, uint64_t cookie) noexcept nogil:
+    header_init(h, kind, lane.job, rank)
+    h.dtype = e.dtype
+    h.key = e.key
+    h.round = e.round
+    h.cookie = cookie
+
+
+cdef inline void send_error(
+    Lane *lane, uint32_t rank, uint64_t key, uint32_t round_, uint64_t cookie, int status, uint32_t a, uint32_t b,
+) noexcept nogil:
+    cdef Header h
+    header_init(&h, ERROR, lane.job, rank)
+    h.key = key
+    h.round = round_
+    h.cookie = cookie
+    h.divisor = -status
+    h.slot = a
+    h.epoch = b
+    put_record(lane, rank, &h, NULL)
+
+
+cdef inline void send_pong(Lane *lane, uint32_t rank) noexcept nogil:
+    cdef Header h
+    header_init(&h, PONG, lane.job, rank)
+    put_record(lane, rank, &h, NULL)
+
+
+cdef inline void answer_large(Lane *lane, Entry *e) noexcept nogil:
+    cdef Header h
+    cdef uint32_t rank
+    cdef Result *r = <Result *>malloc(sizeof(Result))
+    if r == NULL:
+        lane.dropped += 1
+        let_go(lane, e.first)
+        return
+    r.lane = lane
+    r.message = e.first
+    r.references = lane.workers
+    for rank in range(lane.workers):
+        reply_header(lane, &h, ANSWER, rank, e, e.shares[rank].cookie)
+        h.length = e.nbytes
+        lane.endpoint.send(
+            lane.endpoint.self, rank, &h, HEADER_BYTES, NULL, NULL, e.sum, e.nbytes, result_done, r)
+        lane.messages_out += 1
+
+
+cdef inline void answer_small(Lane *lane, Entry *e) noexcept nogil:
+    cdef Header h
+    cdef uint32_t rank
+    for rank in range(lane.workers):
+        reply_header(lane, &h, ANSWER, rank, e, e.shares[rank].cookie)
+        h.length = e.nbytes
+        put_record(lane, rank, &h, e.sum)
+    let_go(lane, e.first)
+
+
+cdef inline void close_round(Lane *lane, Entry *e) noexcept nogil:
+    """Everybody has pushed: answer, and open the next round."""
+    if e.status == 0:
+        if e.first != NULL and e.nbytes > INLINE_BYTES:
+            answer_large(lane, e)
+        else:
+            answer_small(lane, e)
+        lane.rounds += 1
+        lane.bytes += e.nbytes
+    else:
+        let_go(lane, e.first)
+    open_next_round(e, lane.workers)
+
+
+cdef inline void fail_round(Lane *lane, Entry *e) noexcept nogil:
+    """Tell everybody who has pushed in the open round that it has failed; who pushes later is told then."""
+    cdef uint32_t rank
+    for rank in range(lane.workers):
+        if e.shares[rank].pushed:
+            send_error(lane, rank, e.key, e.round, e.shares[rank].cookie, e.status, e.detail_a, e.detail_b)

@@ -1,0 +1,52 @@
+# The state of one lane: a thread's share of a server. Nothing here is shared with other lanes.
+from libc.stddef cimport size_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from bpsx.kernels.abi cimport Kernels
+from bpsx.server.store cimport Entry
+from bpsx.transports.abi cimport Endpoint, Message
+
+cdef enum:
+    N_DTYPES = 32
+    MAX_SLOTS = 1 << 22
+    MAX_PARTITION_BYTES = 1099511627776
+    RECEIVE_AT_ONCE = 16        # then what was batched is sent
+
+cdef struct Out:                # small answers on their way to one worker
+    char *frame
+    size_t size
+
+cdef struct Pending:            # with BYTEPS_SERVER_ENABLE_SCHEDULE: a message that waits for its turn
+    Message *message
+    int64_t urgency
+    uint64_t order
+
+cdef struct Lane:
+    Endpoint *endpoint
+    uint64_t job
+    uint32_t epoch
+    uint32_t workers
+    bint fixed_order
+    bint scheduled
+    int64_t spin_ns
+    Entry **entries             # by slot
+    uint32_t n_entries
+    Out *outs                   # by rank
+    Kernels kernels[N_DTYPES]   # by dtype code; add is NULL until loaded
+    void *owner                 # the Python object that loads kernels
+    Pending *pending
+    uint32_t n_pending
+    uint32_t pending_capacity
+    uint64_t arrivals
+    int64_t news                # `gone` or `stopping` has changed
+    int64_t stopping
+    int64_t *gone               # by rank: has left the job
+    bint somebody_gone
+    # Counters
+    int64_t rounds
+    int64_t bytes               # of closed rounds
+    int64_t messages_in
+    int64_t messages_out
+    int64_t malformed
+    int64_t repeated
+    int64_t dropped

@@ -1,0 +1,154 @@
+# What a lane knows about its keys: who has pushed what in the open round. Pure: no sockets, no clock.
+#
+# A round of a key opens with its first push and closes when each worker has pushed once. The sum is built as pushes come, or, with
+# fixed order, by rank: a push then waits, held, until all lower ranks have been added.
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy, memset
+
+from bpsx.core.header cimport BROADCAST, Header
+from bpsx.core.status cimport E_MISMATCH
+from bpsx.kernels.abi cimport Kernels
+from bpsx.transports.abi cimport Message
+
+cdef enum Verdict:
+    ACCEPTED = 0                # counted; the round is still open
+    CLOSED = 1                  # counted, and it was the last one
+    REPEATED = 2                # this worker has pushed in this round already: ignore
+    MALFORMED = 3               # wrong round, length, dtype or key
+    FAILED = 4                  # counted, but the round has failed: tell the sender
+
+cdef struct Share:
+    # One worker's part in the open round.
+    bint pushed
+    uint64_t cookie
+    Message *message            # held until its turn in fixed order; NULL: nothing held
+    char *body
+
+cdef struct Entry:
+    uint64_t key
+    uint64_t nbytes
+    uint8_t dtype
+    Kernels *kernels
+    uint32_t round
+    uint32_t pushed             # workers that have pushed in this round
+    uint32_t added              # of which this many are in the sum
+    uint32_t next_rank          # in fixed order: whose turn it is
+    uint32_t divisor
+    bint broadcast
+    uint32_t opener             # the rank that opened the round and so chose the operation
+    int status                  # < 0: the round has failed
+    uint32_t detail_a, detail_b
+    Share *shares               # by rank
+    Message *first              # the first large push: its body is the accumulator and the result
+    char *small                 # a small key's own memory for the same, nbytes
+    char *wide                  # accumulator of the wide type, for half and 8-bit types of three and more workers
+    char *sum                   # where the result is: first.body or small
+
+
+cdef inline Entry *entry_new(uint64_t key, uint64_t nbytes, uint8_t dtype, Kernels *kernels, uint32_t workers) noexcept nogil:
+    cdef Entry *e = <Entry *>calloc(1, sizeof(Entry))
+    if e == NULL:
+        return NULL
+    e.shares = <Share *>calloc(workers, sizeof(Share))
+    if e.shares == NULL:
+        free(e)
+        return NULL
+    e.key = key
+    e.nbytes = nbytes
+    e.dtype = dtype
+    e.kernels = kernels
+    return e
+
+
+cdef inline void entry_free(Entry *e) noexcept nogil:
+    free(e.shares)
+    free(e.small)
+    free(e.wide)
+    free(e)
+
+
+cdef inline void open_next_round(Entry *e, uint32_t workers) noexcept nogil:
+    """Forget the round that has been answered. Messages must have been taken out before."""
+    e.round += 1
+    e.pushed = 0
+    e.added = 0
+    e.next_rank = 0
+    e.status = 0
+    e.first = NULL
+    e.sum = NULL
+    memset(e.shares, 0, workers * sizeof(Share))
+
+
+cdef inline Verdict count_push(Entry *e, Header *h, uint32_t workers) noexcept nogil:
+    """Check a push against its key and count it. Looks at the header only."""
+    cdef bint broadcast = (h.flags & BROADCAST) != 0
+    cdef uint64_t expected = e.nbytes
+    if broadcast and h.divisor != h.sender:
+        expected = 0
+    if h.key != e.key or h.dtype != e.dtype or h.length != expected or h.divisor == 0 and not broadcast:
+        return MALFORMED
+    if broadcast and h.divisor >= workers:
+        return MALFORMED
+    if h.round != e.round:
+        return REPEATED if h.round + 1 == e.round else MALFORMED
+    if e.shares[h.sender].pushed:
+        return REPEATED
+    e.shares[h.sender].pushed = True
+    e.shares[h.sender].cookie = h.cookie
+    e.pushed += 1
+    if e.pushed == 1:
+        e.divisor = h.divisor
+        e.broadcast = broadcast
+        e.opener = h.sender
+    elif e.status == 0 and (e.divisor != h.divisor or e.broadcast != broadcast):
+        e.status = E_MISMATCH
+        e.detail_a = e.opener
+        e.detail_b = h.sender
+        return FAILED
+    if e.status != 0:
+        return FAILED
+    return CLOSED if e.pushed == workers else ACCEPTED
+
+
+cdef inline bint memory_for(char **where, uint64_t nbytes) noexcept nogil:
+    if where[0] == NULL:
+        where[0] = <char *>malloc(max(nbytes, 1))
+    return where[0] != NULL
+
+
+cdef inline int add(Entry *e, Message *m, char *body, uint32_t workers, bint *kept) noexcept nogil:
+    """Add one push to the sum; *kept says that the message now belongs to the entry. 0, or -1 when there is no memory.
+
+    The first large push becomes the accumulator as it is. With two workers half types need no wider accumulator: both are widened,
+    added, divided and rounded once in one pass.
+    """
+    cdef Kernels *k = e.kernels
+    cdef int64_t n = e.nbytes // k.itemsize
+    cdef bint widen = k.wide_itemsize != k.itemsize and workers > 2
+    kept[0] = False
+    e.added += 1
+    if e.added == 1:
+        if m != NULL and body == m.body:
+            e.first = m
+            e.sum = body
+            kept[0] = True
+        else:
+            if not memory_for(&e.small, e.nbytes):
+                return -1
+            memcpy(e.small, body, e.nbytes)
+            e.sum = e.small
+        if workers == 1 and e.divisor > 1:
+            k.divide(e.sum, n, e.divisor)
+        return 0
+    if widen and not memory_for(&e.wide, n * k.wide_itemsize):
+        return -1
+    if e.added == workers and widen:
+        k.finish(e.sum, e.wide, body, n, e.divisor)
+    elif e.added == workers:
+        k.pair(e.sum, body, n, e.divisor)
+    elif e.added == 2 and widen:
+        k.start(e.wide, e.sum, body, n)
+    else:
+        k.add(e.wide if widen else e.sum, body, n)
+    return 0

@@ -1,0 +1,26 @@
+"""Transports by name. A new one is a module with an endpoint class (see ``base.py``), a line in the table, and the conformance suite."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from bpsx.config import Config
+from bpsx.errors import TransportError
+from bpsx.transports.base import Endpoint
+
+#: name -> module and class; imported when first used, since a transport may need a library that is not there.
+_TABLE: dict[str, tuple[str, str]] = {
+    "zeromq": ("bpsx.transports.zeromq", "ZeroMQEndpoint"),
+}
+
+
+def open_endpoint(name: str, job: int, config: Config) -> Endpoint:
+    """A new endpoint of transport ``name`` for job number ``job``. Raises :class:`~bpsx.errors.TransportError` listing what there is."""
+    if name not in _TABLE:
+        raise TransportError(f"no transport is called {name!r}; there are: {', '.join(sorted(_TABLE))}")
+    module, cls = _TABLE[name]
+    endpoint: Endpoint = getattr(import_module(module), cls)(
+        job=job, io_threads=config.zmq_threads,
+        heartbeat_interval=config.heartbeat_interval, heartbeat_timeout=config.heartbeat_timeout,
+    )
+    return endpoint

@@ -1,0 +1,64 @@
+"""Host and port handling: what a user may write, what a socket gives back, which address is ours. No ZeroMQ here."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+
+_SIOCGIFADDR = 0x8915
+
+
+def is_ipv6(host: str) -> bool:
+    """Whether ``host`` is an IPv6 literal (with or without brackets)."""
+    return ":" in host
+
+
+def bracketed(host: str) -> str:
+    """``host`` as it stands in a URL: IPv6 literals in brackets."""
+    return f"[{host.strip('[]')}]" if is_ipv6(host) else host
+
+
+def join_host_port(host: str, port: int) -> str:
+    """``host:port``, with brackets around an IPv6 literal."""
+    return f"{bracketed(host)}:{port}"
+
+
+def tcp_url(host: str, port: int | str) -> str:
+    """ZeroMQ's spelling of a TCP address."""
+    return f"tcp://{bracketed(host)}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` resolves to loopback addresses only."""
+    try:
+        infos = socket.getaddrinfo(host.strip("[]"), None)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(info[4][0].split("%")[0]).is_loopback for info in infos)
+
+
+def resolve(host: str, port: int) -> str:
+    """The address that ``host`` stands for. Raises :class:`OSError` if there is none."""
+    infos = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    return str(infos[0][4][0])
+
+
+def interface_address(name: str) -> str:
+    """The IPv4 address of network interface ``name``. Raises :class:`OSError` naming the interfaces that exist."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        request = struct.pack("256s", name.encode()[:15])
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(s.fileno(), _SIOCGIFADDR, request)[20:24])
+        except OSError as e:
+            known = ", ".join(n for _, n in socket.if_nameindex())
+            raise OSError(f"interface {name!r} has no IPv4 address or does not exist; interfaces here: {known}") from e
+
+
+def own_address_towards(host: str, port: int) -> str:
+    """The source address from which this machine reaches ``host``: no packet is sent."""
+    family = socket.AF_INET6 if is_ipv6(resolve(host, port)) else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as s:
+        s.connect((host.strip("[]"), port or 9))
+        return str(s.getsockname()[0])

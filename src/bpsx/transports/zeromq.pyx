@@ -1,0 +1,352 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+"""TCP through ZeroMQ: one ROUTER socket per endpoint, driven by function pointer and without the GIL.
+
+pyzmq makes and configures the socket and closes it; in between the data path calls the very libzmq that pyzmq loaded, so no system
+ZeroMQ is needed. Sends hand libzmq the caller's memory (``zmq_msg_init_data``), receives hand libzmq's memory to the caller.
+
+Both sides use ROUTER. A worker connects with an alias for each lane (``ZMQ_CONNECT_ROUTING_ID``), a lane binds, and each
+routing id is a tag byte, a 32-bit index (the rank of a worker, or the worker's index of a lane) and the 64-bit job id: a stray process
+that knows neither cannot take a worker's place, and two jobs never meet.
+"""
+import ctypes
+import os
+
+import zmq
+import zmq.backend.cython._zmq as _zmq_module
+from zmq.utils.monitor import parse_monitor_message
+
+from cpython.pycapsule cimport PyCapsule_New
+from libc.stddef cimport size_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.string cimport memcmp, memcpy
+
+from bpsx.core.sync cimport atomic_add, atomic_load
+from bpsx.transports.abi cimport Endpoint, Message, done_fn
+
+from bpsx.errors import TransportError
+from bpsx.transports.address import is_ipv6, join_host_port, resolve, tcp_url
+
+cdef extern from "errno.h" nogil:
+    enum:
+        EINTR
+
+cdef extern from "<sys/eventfd.h>" nogil:
+    int eventfd(unsigned int initval, int flags)
+    enum:
+        EFD_CLOEXEC
+        EFD_NONBLOCK
+
+cdef extern from "<unistd.h>" nogil:
+    ssize_t read(int fd, void *buf, size_t count)
+    ssize_t write(int fd, const void *buf, size_t count)
+
+# libzmq's public structures, fixed by its ABI since 4.0.
+ctypedef struct zmq_msg_t:
+    uint64_t _[8]
+
+ctypedef struct zmq_pollitem_t:
+    void *socket
+    int fd
+    short events
+    short revents
+
+ctypedef struct LibZmq:
+    int (*msg_init)(zmq_msg_t *) noexcept nogil
+    int (*msg_init_size)(zmq_msg_t *, size_t) noexcept nogil
+    int (*msg_init_data)(zmq_msg_t *, void *, size_t, done_fn, void *) noexcept nogil
+    int (*msg_send)(zmq_msg_t *, void *, int) noexcept nogil
+    int (*msg_recv)(zmq_msg_t *, void *, int) noexcept nogil
+    int (*msg_close)(zmq_msg_t *) noexcept nogil
+    int (*msg_more)(const zmq_msg_t *) noexcept nogil
+    void *(*msg_data)(zmq_msg_t *) noexcept nogil
+    size_t (*msg_size)(const zmq_msg_t *) noexcept nogil
+    int (*poll)(zmq_pollitem_t *, int, long) noexcept nogil
+    int (*err)() noexcept nogil
+
+cdef enum:
+    ZMQ_DONTWAIT = 1
+    ZMQ_SNDMORE = 2
+    ZMQ_POLLIN = 1
+    ID_BYTES = 13
+    ID_TAG = 1                  # ZeroMQ reserves ids that begin with a zero byte
+
+NEVER_MS = 10**9
+
+cdef LibZmq lib
+
+
+def _load() -> None:
+    """Resolve libzmq's functions in the library that pyzmq itself uses."""
+    # dlsym on the handle of pyzmq's extension also searches what it links to, be that a bundled or a system library.
+    library = ctypes.CDLL(_zmq_module.__file__)
+    def address(name: str) -> int:
+        return ctypes.cast(getattr(library, "zmq_" + name), ctypes.c_void_p).value
+    lib.msg_init = <int (*)(zmq_msg_t *) noexcept nogil><uintptr_t>address("msg_init")
+    lib.msg_init_size = <int (*)(zmq_msg_t *, size_t) noexcept nogil><uintptr_t>address("msg_init_size")
+    lib.msg_init_data = <int (*)(zmq_msg_t *, void *, size_t, done_fn, void *) noexcept nogil><uintptr_t>address("msg_init_data")
+    lib.msg_send = <int (*)(zmq_msg_t *, void *, int) noexcept nogil><uintptr_t>address("msg_send")
+    lib.msg_recv = <int (*)(zmq_msg_t *, void *, int) noexcept nogil><uintptr_t>address("msg_recv")
+    lib.msg_close = <int (*)(zmq_msg_t *) noexcept nogil><uintptr_t>address("msg_close")
+    lib.msg_more = <int (*)(const zmq_msg_t *) noexcept nogil><uintptr_t>address("msg_more")
+    lib.msg_data = <void *(*)(zmq_msg_t *) noexcept nogil><uintptr_t>address("msg_data")
+    lib.msg_size = <size_t (*)(const zmq_msg_t *) noexcept nogil><uintptr_t>address("msg_size")
+    lib.poll = <int (*)(zmq_pollitem_t *, int, long) noexcept nogil><uintptr_t>address("poll")
+    lib.err = <int (*)() noexcept nogil><uintptr_t>address("errno")
+
+
+_load()
+
+cdef struct State:
+    void *socket
+    int wake_fd
+    uint64_t job
+    int64_t malformed
+
+
+cdef inline void put_id(State *s, char *out, uint32_t index) noexcept nogil:
+    out[0] = ID_TAG
+    memcpy(out + 1, &index, 4)
+    memcpy(out + 5, &s.job, 8)
+
+
+cdef inline bint valid_id(State *s, zmq_msg_t *m) noexcept nogil:
+    cdef char *text = <char *>lib.msg_data(m)
+    return lib.msg_size(m) == ID_BYTES and text[0] == ID_TAG and memcmp(text + 5, &s.job, 8) == 0 and lib.msg_more(m)
+
+
+cdef int send_frame(State *s, void *data, size_t size, done_fn done, void *hint, int flags) noexcept nogil:
+    """One frame; with a done callback it is not copied, and the callback runs whatever happens."""
+    cdef zmq_msg_t m
+    if done != NULL:
+        if lib.msg_init_data(&m, data, size, done, hint) != 0:
+            done(data, hint)
+            return -1
+    else:
+        if lib.msg_init_size(&m, size) != 0:
+            return -1
+        memcpy(lib.msg_data(&m), data, size)
+    while lib.msg_send(&m, s.socket, flags | ZMQ_DONTWAIT) < 0:
+        if lib.err() == EINTR:
+            continue
+        lib.msg_close(&m)
+        return -1
+    return 0
+
+
+cdef int zmq_send(
+    void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
+    void *body, size_t body_size, done_fn body_done, void *body_hint,
+) noexcept nogil:
+    cdef State *s = <State *>self
+    cdef char routing_id[ID_BYTES]
+    cdef int more = ZMQ_SNDMORE if body != NULL else 0
+    put_id(s, routing_id, peer)
+    # ROUTER refuses an unknown peer at the first frame; after that the frames of a message go through or are dropped whole.
+    if send_frame(s, routing_id, ID_BYTES, NULL, NULL, ZMQ_SNDMORE) != 0:
+        if head_done != NULL:
+            head_done(head, head_hint)
+        if body_done != NULL:
+            body_done(body, body_hint)
+        return -1
+    if send_frame(s, head, head_size, head_done, head_hint, more) != 0:
+        if body_done != NULL:
+            body_done(body, body_hint)
+        return -1
+    if body != NULL:
+        return send_frame(s, body, body_size, body_done, body_hint, 0)
+    return 0
+
+
+cdef int receive_frame(State *s, zmq_msg_t *m) noexcept nogil:
+    lib.msg_init(m)
+    while lib.msg_recv(m, s.socket, ZMQ_DONTWAIT) < 0:
+        if lib.err() != EINTR:
+            lib.msg_close(m)
+            return -1
+    return 0
+
+
+cdef void drop_rest(State *s, zmq_msg_t *last) noexcept nogil:
+    """Read a malformed message to its end, so that the next receive starts at a message."""
+    cdef zmq_msg_t m
+    cdef int more = lib.msg_more(last)
+    while more and receive_frame(s, &m) == 0:
+        more = lib.msg_more(&m)
+        lib.msg_close(&m)
+    atomic_add(&s.malformed, 1)
+
+
+cdef int zmq_receive(void *self, Message *m) noexcept nogil:
+    cdef State *s = <State *>self
+    cdef zmq_msg_t routing_id
+    cdef zmq_msg_t *head = <zmq_msg_t *>&m.opaque[0]
+    cdef zmq_msg_t *body = <zmq_msg_t *>&m.opaque[8]
+    while receive_frame(s, &routing_id) == 0:
+        if not valid_id(s, &routing_id):
+            drop_rest(s, &routing_id)
+            lib.msg_close(&routing_id)
+            continue
+        memcpy(&m.peer, <char *>lib.msg_data(&routing_id) + 1, 4)
+        lib.msg_close(&routing_id)
+        if receive_frame(s, head) != 0:
+            return 0
+        m.has_body = False
+        if lib.msg_more(head):
+            if receive_frame(s, body) != 0:
+                lib.msg_close(head)
+                return 0
+            m.has_body = True
+            if lib.msg_more(body):
+                drop_rest(s, body)
+                lib.msg_close(head)
+                lib.msg_close(body)
+                continue
+            m.body = <char *>lib.msg_data(body)
+            m.body_size = lib.msg_size(body)
+        else:
+            m.body = NULL
+            m.body_size = 0
+        m.head = <char *>lib.msg_data(head)
+        m.head_size = lib.msg_size(head)
+        return 1
+    return 0
+
+
+cdef void zmq_release(void *self, Message *m) noexcept nogil:
+    lib.msg_close(<zmq_msg_t *>&m.opaque[0])
+    if m.has_body:
+        lib.msg_close(<zmq_msg_t *>&m.opaque[8])
+
+
+cdef void zmq_wait(void *self, int timeout_ms) noexcept nogil:
+    cdef State *s = <State *>self
+    cdef zmq_pollitem_t items[2]
+    cdef uint64_t drained = 0
+    items[0].socket = s.socket
+    items[0].fd = -1
+    items[1].socket = NULL
+    items[1].fd = s.wake_fd
+    items[0].events = items[1].events = ZMQ_POLLIN
+    items[0].revents = items[1].revents = 0
+    if lib.poll(items, 2, timeout_ms) > 0 and items[1].revents:
+        read(s.wake_fd, &drained, sizeof(drained))
+
+
+cdef void zmq_wake(void *self) noexcept nogil:
+    cdef uint64_t one = 1
+    write((<State *>self).wake_fd, &one, sizeof(one))
+
+
+cdef class ZeroMQEndpoint:
+    """One ROUTER socket with its peers. See :mod:`bpsx.transports.base` for the contract.
+
+    Not thread-safe, except :meth:`close` after the thread that drives it has stopped.
+    """
+    cdef State state
+    cdef Endpoint table
+    cdef object context, socket, monitor_socket
+    cdef readonly str address
+    cdef dict peers
+    cdef bint closed
+
+    def __cinit__(self, *, uint64_t job, int io_threads, double heartbeat_interval, double heartbeat_timeout):
+        self.state.job = job
+        self.state.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+        if self.state.wake_fd < 0:
+            raise OSError("eventfd: cannot create a wake-up descriptor (too many open files?)")
+        self.address = ""
+        self.peers = {}
+        self.context = zmq.Context(io_threads)
+        socket = self.context.socket(zmq.ROUTER)
+        self.socket = socket
+        # What is in flight is bounded by the core's credit, not by dropping: ROUTER drops at its high-water mark.
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A reconnect would lose what was in flight without a word; a broken connection is an error instead, see `lost`. Not -1, which
+        # says the same: libzmq 4.3.5 then tears the pipe down between two frames of a message and aborts the process.
+        socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
+        if heartbeat_interval > 0:
+            socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(heartbeat_interval * 1000)))
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(heartbeat_timeout * 1000)))
+        self.state.socket = <void *><uintptr_t>socket.underlying
+        self.table.self = &self.state
+        self.table.send = zmq_send
+        self.table.recv = zmq_receive
+        self.table.release = zmq_release
+        self.table.wait = zmq_wait
+        self.table.wake = zmq_wake
+
+    def bind(self, host: str) -> str:
+        """Listen on ``host`` at a port that the system chooses; returns and stores ``host:port``."""
+        self.socket.setsockopt(zmq.IPV6, int(is_ipv6(host)))
+        try:
+            self.socket.bind(tcp_url(host, "*"))
+        except zmq.ZMQError as e:
+            raise TransportError(f"cannot listen on {host}: {e}; name another address with DMLC_NODE_HOST") from e
+        port = self.socket.getsockopt(zmq.LAST_ENDPOINT).rsplit(b":", 1)[1].strip(b"\0")
+        self.address = join_host_port(host, int(port))
+        return self.address
+
+    def identify(self, rank: int) -> None:
+        """The rank under which the lanes that this endpoint connects to shall know it; before :meth:`connect`."""
+        cdef char routing_id[ID_BYTES]
+        put_id(&self.state, routing_id, rank)
+        self.socket.setsockopt(zmq.ROUTING_ID, routing_id[:ID_BYTES])
+
+    def connect(self, peer: int, address: str) -> None:
+        """Reach the lane at ``host:port`` as peer number ``peer`` from now on."""
+        cdef char routing_id[ID_BYTES]
+        host, _, port = address.rpartition(":")
+        put_id(&self.state, routing_id, peer)
+        self.socket.setsockopt(zmq.CONNECT_ROUTING_ID, routing_id[:ID_BYTES])
+        try:
+            # Numeric: libzmq reports a broken connection under the name it was given or the address it resolved, now this, now that.
+            numeric = resolve(host, int(port))
+            self.socket.setsockopt(zmq.IPV6, int(is_ipv6(numeric)))
+            self.socket.connect(tcp_url(numeric, port))
+        except (OSError, zmq.ZMQError) as e:
+            raise TransportError(f"cannot connect to {address}: {e}") from e
+        self.peers[join_host_port(numeric, int(port))] = peer
+
+    def watch(self) -> int:
+        """Start to watch the connections; returns a descriptor that becomes readable when :meth:`lost` has news."""
+        self.monitor_socket = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        return self.monitor_socket.getsockopt(zmq.FD)
+
+    def lost(self) -> list:
+        """Peers whose connection has broken since the last call, -1 for one that we cannot name; on :meth:`watch`'s thread."""
+        found = []
+        while self.monitor_socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            event = parse_monitor_message(self.monitor_socket.recv_multipart(zmq.DONTWAIT))
+            found.append(self.peers.get(event["endpoint"].decode("utf-8", "replace").removeprefix("tcp://"), -1))
+        return found
+
+    @property
+    def malformed(self) -> int:
+        """Messages dropped because their frames made no sense."""
+        return atomic_load(&self.state.malformed)
+
+    def abi(self):
+        """The data plane: a capsule with the C :c:struct:`Endpoint`, valid as long as this object."""
+        return PyCapsule_New(&self.table, b"bpsx.Endpoint", NULL)
+
+    def wake(self) -> None:
+        zmq_wake(&self.state)
+
+    def close(self) -> None:
+        """Drop what is unsent, run every outstanding done callback, free everything. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.monitor_socket is not None:
+            self.socket.disable_monitor()
+            self.monitor_socket = None
+        self.socket.close(0)
+        self.context.term()
+
+    def __dealloc__(self):
+        # The descriptor goes last: a done callback that runs while the context ends may still wake us.
+        if self.state.wake_fd >= 0:
+            os.close(self.state.wake_fd)
