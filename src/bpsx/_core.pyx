@@ -13,10 +13,10 @@ from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcpy, memset
+from libc.string cimport memmove, memset
 
 from bpsx.core.header cimport HEADER_BYTES, MAX_NAME_BYTES
-from bpsx.core.loop cimport background, kick, submit, take_news, wait_for
+from bpsx.core.loop cimport background, busy_ns, kick, submit, take_news, wait_for
 from bpsx.core.partition cimport MAX_STAGES, Lane, Partition, Task, Tensor as CTensor
 from bpsx.core.receive cimport pump_in
 from bpsx.core.send cimport send_ping
@@ -117,7 +117,7 @@ cdef class Handle:
                 finished = wait_for(&self.core.c, &self.task, slice_end)
             if not finished:
                 self._between_slices(end)
-        self.core._reap()
+        self.core.reap()
         if self.task.status < 0:
             raise self.core._error(self)
         return self.result
@@ -185,24 +185,25 @@ cdef class Core:
             background(&self.c)
 
     def submit(self, Tensor tensor not None, input, output, *, uint32_t divisor=1, bint broadcast=False, int priority=0,
-               bint will_wait=False, owner=None) -> Handle:
+               bint will_wait=False, owner=None, result=None) -> Handle:
         """Push ``input`` and pull into ``output``: C-contiguous buffers, or pairs (address, bytes) kept alive by ``owner``.
 
         ``input`` None pushes nothing (a broadcast's receivers). ``divisor`` is the root's rank for a broadcast.
         """
         handle = self.prepare(tensor.name, tensor.nbytes, input, output, divisor=divisor, broadcast=broadcast,
-                              priority=priority, owner=owner)
+                              priority=priority, owner=owner, result=result)
         self.release(handle, tensor, will_wait)
         return handle
 
     def prepare(self, str name, uint64_t nbytes, input, output, *, uint32_t divisor=1, bint broadcast=False, int priority=0,
-                owner=None) -> Handle:
-        """A handle for a tensor that has not been placed yet; :meth:`release` sets it off, :meth:`refuse` ends it."""
+                owner=None, result=None) -> Handle:
+        """A handle for a tensor that has not been placed yet; :meth:`release` sets it off, :meth:`end` ends it."""
         cdef Handle handle = Handle.__new__(Handle)
-        self._reap()
+        self.reap()
         handle.core = self
         handle.name = name
         handle.owner = owner
+        handle.result = result
         handle.task.divisor = divisor
         handle.task.broadcast = broadcast
         handle.task.priority = priority
@@ -234,7 +235,14 @@ cdef class Core:
         with nogil:
             submit(&self.c, &handle.task, will_wait)
 
-    def refuse(self, Handle handle not None, int status, str detail) -> None:
+    def copy_through(self, Handle handle not None, uint64_t nbytes) -> None:
+        """What a push_pull is with a single worker: input to output, done."""
+        if handle.task.input != NULL and handle.task.input != handle.task.output:
+            memmove(handle.task.output, handle.task.input, nbytes)
+        self.c.counters.tasks += 1
+        self.end(handle, DONE, None)
+
+    def end(self, Handle handle not None, int status, str detail) -> None:
         """End a prepared handle that was never released."""
         handle.failure = detail
         lock(&self.c.monitor)
@@ -277,15 +285,15 @@ cdef class Core:
         return atomic_load(&self.c.outstanding)
 
     def waiting(self, age_s: float) -> list:
-        """Names of tensors whose push_pull is older than ``age_s`` seconds, the oldest first: [(name, seconds)]."""
+        """Tensors whose push_pull is older than ``age_s`` seconds, the oldest first: [(name, round, seconds)]."""
         cdef int64_t now = now_ns()
         cdef Tensor tensor
         found = []
         # A glance without the monitor: the pointer may go stale, so only the tensor's own, permanent memory is read.
         for tensor in list(self.tensors):
             if tensor.c.current != NULL and now - tensor.c.started_ns > age_s * 1e9:
-                found.append((tensor.name, (now - tensor.c.started_ns) / 1e9))
-        return sorted(found, key=lambda item: -item[1])
+                found.append((tensor.name, tensor.c.parts[0].round, (now - tensor.c.started_ns) / 1e9))
+        return sorted(found, key=lambda item: -item[2])
 
     def counters(self) -> dict:
         """What has been moved so far: bytes, messages, completed push_pulls."""
@@ -293,7 +301,7 @@ cdef class Core:
             "push_pulls": self.c.counters.tasks, "tensor_bytes": self.c.counters.bytes,
             "bytes_sent": self.c.counters.sent, "bytes_received": self.c.counters.received,
             "messages_sent": self.c.counters.messages_out, "messages_received": self.c.counters.messages_in,
-            "malformed": self.c.counters.malformed,
+            "malformed": self.c.counters.malformed, "busy_ns": busy_ns(&self.c),
         }
 
     def close(self) -> None:
@@ -304,7 +312,7 @@ cdef class Core:
         self.fail(E_SHUTDOWN, "bpsx was shut down while this was under way")
         cdef int64_t end = now_ns() + 2_000_000_000
         while self.thread is not None and self.c.outstanding and now_ns() < end:
-            self._settle(end)
+            self.settle(0.01)
         lock(&self.c.monitor)
         atomic_store(&self.c.stopping, 1)
         notify_all(&self.c.monitor)
@@ -313,16 +321,13 @@ cdef class Core:
         if self.thread is not None:
             self.thread.join()
 
-    cdef _settle(self, int64_t end):
-        """Give the driver time to fail what is outstanding."""
+    def settle(self, seconds: float) -> None:
+        """Let what is outstanding go on for a moment, whoever drives."""
         cdef Handle none = Handle.__new__(Handle)
-        cdef int64_t until = min(end, now_ns() + 1_000_000)
+        cdef int64_t until = now_ns() + <int64_t>(seconds * 1e9)
         with nogil:
             wait_for(&self.c, &none.task, until)
-
-    def forget(self) -> None:
-        """Let go of every handle: after the endpoint was closed, when no callback can come any more."""
-        self._reap()
+        self._kick()
 
     def __dealloc__(self):
         cdef uint32_t i
@@ -338,7 +343,7 @@ cdef class Core:
             kick(&self.c)
         unlock(&self.c.monitor)
 
-    cdef _reap(self):
+    def reap(self) -> None:
         """Drop the references to handles that are finished and whose memory the transport has let go of."""
         cdef Task *task
         cdef Task *following

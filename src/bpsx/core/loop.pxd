@@ -34,11 +34,24 @@ cdef inline void submit(Core *c, Task *task, bint will_wait) noexcept nogil:
     else:
         c.inbox_last.next = task
     c.inbox_last = task
+    if c.outstanding == 0:
+        c.busy_since = task.submitted_ns
     c.outstanding += 1
     atomic_store(&c.news, 1)
     if not will_wait or c.driving:
         kick(c)
     unlock(&c.monitor)
+
+
+cdef inline int64_t busy_ns(Core *c) noexcept nogil:
+    """Time in which push_pulls have been under way."""
+    cdef int64_t total
+    lock(&c.monitor)
+    total = c.busy_total
+    if c.outstanding:
+        total += now_ns() - c.busy_since
+    unlock(&c.monitor)
+    return total
 
 
 cdef inline void sweep(Core *c) noexcept nogil:

@@ -8,7 +8,7 @@ from bpsx.core.partition cimport Partition, Task, Tensor
 from bpsx.core.queue cimport heap_push
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_MEMORY
-from bpsx.core.sync cimport atomic_store, lock, notify_all, unlock
+from bpsx.core.sync cimport atomic_store, lock, notify_all, now_ns, unlock
 
 cdef enum Stage:
     END = 0
@@ -79,6 +79,8 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
             c.counters.bytes += task.tensor.parts[i].length
     lock(&c.monitor)
     c.outstanding -= 1
+    if c.outstanding == 0:
+        c.busy_total += now_ns() - c.busy_since
     task.next = c.reap_first
     c.reap_first = task
     atomic_store(&task.status, status)

@@ -27,6 +27,8 @@ cdef struct Core:
     int64_t news                # the inbox, `failing` or `failed` has something for the driver
     int64_t failed              # not 0: this status ends every task
     int64_t outstanding         # tasks submitted and not finished
+    int64_t busy_since          # when that last became more than 0
+    int64_t busy_total          # time in which it was, up to then
     int64_t stopping
 
     # The driver's alone:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from bpsx.config import Config
+from bpsx.config import TRANSPORT_NAMES, Config
 from bpsx.errors import TransportError
 from bpsx.transports.base import Endpoint
 
@@ -14,13 +14,14 @@ _TABLE: dict[str, tuple[str, str]] = {
 }
 
 
-def open_endpoint(name: str, job: int, config: Config) -> Endpoint:
-    """A new endpoint of transport ``name`` for job number ``job``. Raises :class:`~bpsx.errors.TransportError` listing what there is."""
+def open_endpoint(config: Config) -> Endpoint:
+    """A new endpoint of the transport that ``config`` names. Raises :class:`~bpsx.errors.TransportError` listing what there is."""
+    name = TRANSPORT_NAMES[config.transport]
     if name not in _TABLE:
         raise TransportError(f"no transport is called {name!r}; there are: {', '.join(sorted(_TABLE))}")
     module, cls = _TABLE[name]
     endpoint: Endpoint = getattr(import_module(module), cls)(
-        job=job, io_threads=config.zmq_threads,
+        io_threads=config.zmq_threads,
         heartbeat_interval=config.heartbeat_interval, heartbeat_timeout=config.heartbeat_timeout,
     )
     return endpoint

@@ -21,8 +21,8 @@ class Endpoint(Protocol):
     def bind(self, host: str) -> str:
         """Listen on ``host`` at a free port; returns the address. Raises :class:`~bpsx.errors.TransportError`."""
 
-    def identify(self, rank: int) -> None:
-        """Under which rank the lanes that this endpoint connects to shall know it; before :meth:`connect`."""
+    def join(self, job: int, rank: int) -> None:
+        """The job's number, and the rank under which lanes shall know this endpoint; before :meth:`connect` and the first message."""
 
     def connect(self, peer: int, address: str) -> None:
         """Reach the lane at ``address`` as peer ``peer``. Raises :class:`~bpsx.errors.TransportError`."""

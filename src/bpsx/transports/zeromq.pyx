@@ -249,8 +249,7 @@ cdef class ZeroMQEndpoint:
     cdef dict peers
     cdef bint closed
 
-    def __cinit__(self, *, uint64_t job, int io_threads, double heartbeat_interval, double heartbeat_timeout):
-        self.state.job = job
+    def __cinit__(self, *, int io_threads, double heartbeat_interval, double heartbeat_timeout):
         self.state.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
         if self.state.wake_fd < 0:
             raise OSError("eventfd: cannot create a wake-up descriptor (too many open files?)")
@@ -289,9 +288,10 @@ cdef class ZeroMQEndpoint:
         self.address = join_host_port(host, int(port))
         return self.address
 
-    def identify(self, rank: int) -> None:
-        """The rank under which the lanes that this endpoint connects to shall know it; before :meth:`connect`."""
+    def join(self, uint64_t job, int rank) -> None:
+        """The job's number, and the rank under which lanes shall know this endpoint; before :meth:`connect` and the first message."""
         cdef char routing_id[ID_BYTES]
+        self.state.job = job
         put_id(&self.state, routing_id, rank)
         self.socket.setsockopt(zmq.ROUTING_ID, routing_id[:ID_BYTES])
 

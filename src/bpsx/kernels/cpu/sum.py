@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numba
+import numpy as np
 from numba import types
 from numba.core import config as numba_config
 
 from bpsx.config import cache_dir
 from bpsx.dtypes import BY_CODE
 from bpsx.kernels import Kernels
-from bpsx.kernels.cpu.halves import narrow, over, wide_type, widen
+from bpsx.kernels.cpu.halves import add_two_bfloat16, as_uint16, narrow, over, plus, wide_type, widen
 
 # 16-bit floats travel as integers, see halves.py.
 _ELEMENTS: dict[str, types.Type] = {
@@ -28,29 +29,45 @@ _ELEMENTS: dict[str, types.Type] = {
 def _pair(a: Any, b: Any, n: int, divisor: int) -> None:
     if divisor == 1:
         for i in range(n):
-            a[i] = narrow(widen(a[i]) + widen(b[i]), a[i])
+            a[i] = narrow(plus(widen(a[i]), widen(b[i])), a[i])
     else:
         for i in range(n):
-            a[i] = narrow(over(widen(a[i]) + widen(b[i]), divisor), a[i])
+            a[i] = narrow(over(plus(widen(a[i]), widen(b[i])), divisor), a[i])
+
+
+def _pair_bfloat16(a: Any, b: Any, n: int, divisor: int) -> None:
+    """As :func:`_pair`; ``a`` and ``b`` are seen as 32-bit words of two elements."""
+    words = n // 2
+    if divisor == 1:
+        one = np.float32(1.0)
+        for i in range(words):
+            a[i] = add_two_bfloat16(a[i], b[i], one)
+    else:
+        d = np.float32(divisor)
+        for i in range(words):
+            a[i] = add_two_bfloat16(a[i], b[i], d)
+    if n % 2:
+        last, other = as_uint16(a), as_uint16(b)
+        last[n - 1] = narrow(over(plus(widen(last[n - 1]), widen(other[n - 1])), divisor), last[n - 1])
 
 
 def _add(acc: Any, src: Any, n: int) -> None:
     for i in range(n):
-        acc[i] += widen(src[i])
+        acc[i] = plus(acc[i], widen(src[i]))
 
 
 def _start(acc: Any, a: Any, b: Any, n: int) -> None:
     for i in range(n):
-        acc[i] = widen(a[i]) + widen(b[i])
+        acc[i] = plus(widen(a[i]), widen(b[i]))
 
 
 def _finish(out: Any, acc: Any, src: Any, n: int, divisor: int) -> None:
     if divisor == 1:
         for i in range(n):
-            out[i] = narrow(acc[i] + widen(src[i]), src[i])
+            out[i] = narrow(plus(acc[i], widen(src[i])), src[i])
     else:
         for i in range(n):
-            out[i] = narrow(over(acc[i] + widen(src[i]), divisor), src[i])
+            out[i] = narrow(over(plus(acc[i], widen(src[i])), divisor), src[i])
 
 
 def _divide(a: Any, n: int, divisor: int) -> None:
@@ -81,7 +98,11 @@ def load(code: int) -> Kernels:
     acc = types.CPointer(wide_type(element))
     count = types.int64
     with _cache_in(str(cache_dir())):
-        pair = _compile(_pair, data, data, count, count)
+        if dtype.name == "bfloat16":
+            words = types.CPointer(types.uint32)
+            pair = _compile(_pair_bfloat16, words, words, count, count)
+        else:
+            pair = _compile(_pair, data, data, count, count)
         add = _compile(_add, acc, data, count)
         divide = _compile(_divide, data, count, count)
         owners = [pair, add, divide]

@@ -1,0 +1,27 @@
+"""The one contract between a framework plugin and bpsx: how a tensor is handed over, and what came of it.
+
+A plugin turns its tensor into a :class:`TensorView`, calls :meth:`bpsx.session.Session.push_pull` or ``broadcast``, and waits on the
+:class:`bpsx.Handle` that it gets. It never sees partitions, keys or sockets.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from bpsx.api import session
+from bpsx.session import Session
+
+__all__ = ["TensorView", "Session", "session"]
+
+
+class TensorView(NamedTuple):
+    """C-contiguous memory of ``nbytes`` bytes at ``address`` holding elements of ``dtype`` (a name in ``bpsx.dtypes``) in ``shape``.
+
+    ``owner`` is kept alive for as long as the memory is in use.
+    """
+
+    address: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    owner: object

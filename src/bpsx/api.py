@@ -1,0 +1,212 @@
+"""The verbs on NumPy arrays, and the one session of the process. Everything below takes the session as an argument."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+
+from bpsx import errors
+from bpsx._core import Handle
+from bpsx.config import Config
+from bpsx.dtypes import dtype_named
+from bpsx.session import Session
+
+_lock = threading.Lock()
+_session: Session | None = None
+_owner_pid = 0
+_hooked = False
+
+
+def init(lazy: bool = True) -> None:
+    """Join the job that the environment describes. Does nothing if that was done already. ``lazy`` is upstream's and ignored.
+
+    Blocks until all workers and servers are there. Raises :class:`~bpsx.errors.ConfigError` (a missing or malformed variable),
+    :class:`~bpsx.errors.RendezvousError` (somebody is missing at the deadline), :class:`~bpsx.errors.TransportError`. Thread-safe.
+    """
+    global _session, _owner_pid, _hooked
+    with _lock:
+        if _session is not None and _owner_pid == os.getpid():
+            return
+        _session = Session(Config(role="worker"))
+        _owner_pid = os.getpid()
+        if not _hooked:
+            _hooked = True
+            atexit.register(_at_exit)
+
+
+def shutdown() -> None:
+    """Leave the job in good order: what is under way is finished first (``BPSX_SHUTDOWN_TIMEOUT``). Idempotent, thread-safe.
+
+    ``init`` may be called again afterwards. Called by itself when the interpreter ends.
+    """
+    global _session
+    with _lock:
+        ours, _session = _session, None
+    if ours is not None and _owner_pid == os.getpid():
+        ours.close()
+
+
+def _at_exit() -> None:
+    """Leave; and if the job has failed, do not let the process end with status 0 as if nothing had happened."""
+    global _session
+    ours, _session = _session, None
+    if ours is None or _owner_pid != os.getpid():
+        return
+    uncaught = getattr(sys, "last_value", None)
+    ours.close(failure=f"ended by {type(uncaught).__name__}: {uncaught}"[:500] if uncaught is not None else "")
+    if ours.failure and uncaught is None:
+        print(f"bpsx: exit status 1, because the job has failed: {ours.failure}", file=sys.stderr)
+        # The interpreter's status cannot be changed from here: run what others have registered, then end.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def session() -> Session:
+    """The process's session. Raises :class:`~bpsx.errors.NotInitializedError` before ``init``, after ``shutdown``, and in a forked child."""
+    found = _session
+    if found is None:
+        raise errors.NotInitializedError("bpsx is not initialised: call init() first")
+    if _owner_pid != os.getpid():
+        raise errors.NotInitializedError(f"bpsx was initialised in process {_owner_pid} and this is its forked child {os.getpid()}: "
+                                         "call init() in the child before anything else, or use the 'spawn' start method")
+    return found
+
+
+def rank() -> int:
+    """This worker's rank, 0 to ``size()`` - 1."""
+    return session().rank
+
+
+def size() -> int:
+    """Number of worker processes in the job."""
+    return session().size
+
+
+def local_rank() -> int:
+    """This worker's index on its machine."""
+    return session().local_rank
+
+
+def local_size() -> int:
+    """Worker processes on this machine."""
+    return session().local_size
+
+
+def declare(name: str) -> int:
+    """Fix the place of ``name`` in the order of declaration; returns it (0, 1, …). Calling it again changes nothing."""
+    return session().declare(name)
+
+
+def push_pull_async(
+    array: np.ndarray, name: str | None = None, average: bool = True, priority: int = 0, output: np.ndarray | None = None,
+) -> Handle:
+    """Begin to sum ``array`` over all workers; :func:`synchronize` gives the result.
+
+    ``array``: any shape, of a dtype in :data:`bpsx.dtypes.DTYPES` (bfloat16 as in ``ml_dtypes``); it must not change until the end.
+    Workers must agree on ``name``, shape, dtype and ``average``. Without a name, calls of one shape and dtype are matched in the order in
+    which each worker makes them. ``average`` divides by ``size()``; integers round down. Integer sums wrap. Larger ``priority`` goes first.
+    ``output``: where the result goes, C-contiguous, may be ``array`` itself; by default a new array.
+
+    Raises :class:`~bpsx.dtypes.UnsupportedDType` (a :class:`TypeError`), :class:`~bpsx.errors.ConfigError`. Thread-safe.
+    """
+    return _push_pull(array, name, average, priority, output, will_wait=False)
+
+
+def push_pull(
+    array: np.ndarray, name: str | None = None, average: bool = True, priority: int = 0, output: np.ndarray | None = None,
+) -> np.ndarray:
+    """As :func:`push_pull_async`, and wait: returns the sum or average. Raises what :func:`synchronize` raises."""
+    result: np.ndarray = _push_pull(array, name, average, priority, output, will_wait=True).wait()
+    return result
+
+
+def poll(handle: Handle) -> bool:
+    """Whether ``handle``'s operation has ended. Does not block."""
+    return handle.done()
+
+
+def synchronize(handle: Handle) -> Any:
+    """Wait for ``handle`` and return its result.
+
+    Raises :class:`~bpsx.errors.PeerLostError`, :class:`~bpsx.errors.MismatchError`, :class:`~bpsx.errors.StallError` and their kin.
+    """
+    return handle.wait()
+
+
+def broadcast(array: np.ndarray, root_rank: int = 0, name: str | None = None, output: np.ndarray | None = None) -> np.ndarray:
+    """``array`` as it is on worker ``root_rank``, bit for bit, on every worker. Shape and dtype must agree; any fixed-size dtype.
+
+    ``output`` may be ``array`` itself. Raises as :func:`push_pull`.
+    """
+    ours = session()
+    given = np.asarray(array)
+    if given.dtype.hasobject:
+        raise dtype_error(given, name)
+    out = _output_for(given, output, name)
+    if out is not given:
+        np.copyto(out, given)
+    shape = (*given.shape, given.dtype.itemsize)
+    raw = out.reshape(-1).view(np.uint8)
+    handle = ours._submit(
+        name or f"unnamed.broadcast.{given.dtype}.{given.shape}", shape, 5, raw.nbytes, raw if root_rank == ours.rank else None, raw,
+        divisor=_checked_root(ours, root_rank), broadcast=True, priority=0, will_wait=True, owner=out, result=out)
+    result: np.ndarray = handle.wait()
+    return result
+
+
+def barrier() -> None:
+    """Wait until every worker is here."""
+    session().barrier()
+
+
+def get_pushpull_speed() -> tuple[float, float]:
+    """(milliseconds since the epoch, MB/s): the rate at which tensors came home since the last call, over the time in which any were under
+    way. MB are 10^6 bytes of tensor, counted once."""
+    return session().speed()
+
+
+def dtype_error(array: np.ndarray, name: str | None) -> Exception:
+    """The error for an array that cannot be moved."""
+    from bpsx.dtypes import UnsupportedDType
+
+    return UnsupportedDType(f"{name or 'array'}: dtype {array.dtype} cannot be moved")
+
+
+def _checked_root(ours: Session, root: int) -> int:
+    if not 0 <= root < ours.size:
+        raise errors.ConfigError(f"root_rank={root}: allowed are 0 to {ours.size - 1}")
+    return root
+
+
+def _output_for(array: np.ndarray, output: np.ndarray | None, name: str | None) -> np.ndarray:
+    """Where the result goes. Raises :class:`~bpsx.errors.ConfigError` if ``output`` does not fit."""
+    if output is None:
+        return np.empty(array.shape, array.dtype)
+    if output.shape != array.shape or output.dtype != array.dtype:
+        raise errors.ConfigError(f"{name or 'array'}: output is {output.dtype} {output.shape}, input {array.dtype} {array.shape}: must be alike")
+    if not output.flags.c_contiguous or not output.flags.writeable:
+        raise errors.ConfigError(f"{name or 'array'}: output must be C-contiguous and writeable")
+    return output
+
+
+def _push_pull(
+    array: np.ndarray, name: str | None, average: bool, priority: int, output: np.ndarray | None, will_wait: bool,
+) -> Handle:
+    ours = session()
+    given = array if isinstance(array, np.ndarray) else np.asarray(array)
+    dtype = dtype_named(given.dtype.name, name or "array")
+    out = _output_for(given, output, name)
+    source = given if given.flags.c_contiguous else np.ascontiguousarray(given)
+    target = out
+    if dtype.name == "bfloat16":        # no buffer format of its own
+        source, target = source.view(np.uint16), out.view(np.uint16)
+    return ours._submit(
+        name or f"unnamed.{dtype.name}.{given.shape}", given.shape, dtype.code, given.nbytes, source, target,
+        divisor=ours.size if average else 1, priority=priority, will_wait=will_wait, owner=None, result=out)

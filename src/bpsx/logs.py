@@ -1,0 +1,26 @@
+"""Logging: one format, to standard error, by ``BYTEPS_LOG_LEVEL`` and ``BYTEPS_LOG_HIDE_TIME``."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from bpsx.config import Config
+
+_LEVELS = {"trace": 5, "debug": 10, "info": 20, "warning": 30, "error": 40, "fatal": 50}
+
+
+def configure(config: Config, who: str) -> None:
+    """Set up the ``bpsx`` loggers for the process called ``who`` and report dubious variables. A second call changes level and name."""
+    logger = logging.getLogger("bpsx")
+    logger.setLevel(_LEVELS[config.log_level])
+    time = "" if config.log_hide_time else "%(asctime)s "
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"{time}bpsx {who} %(levelname)s: %(message)s"))
+    for old in [h for h in logger.handlers if getattr(h, "bpsx", False)]:
+        logger.removeHandler(old)
+    handler.bpsx = True  # type: ignore[attr-defined]
+    logger.addHandler(handler)
+    logger.propagate = False
+    for warning in config.unknown:
+        logger.warning("%s", warning)

@@ -1,0 +1,181 @@
+"""A node's link to the scheduler: joins the job, then one thread reads, writes and watches.
+
+The thread needs the GIL only to handle control messages. Liveness does not depend on it: ZeroMQ's I/O threads answer heartbeats.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from bpsx.config import Config, fingerprint
+from bpsx.errors import RendezvousError
+from bpsx.rendezvous import messages
+from bpsx.transports.address import is_ipv6, resolve, tcp_url
+
+log = logging.getLogger("bpsx.link")
+TICK = 1.0
+
+
+class Link:
+    """One node's connection to the hub. :meth:`send` and :meth:`stop` may be called from any thread."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.where = f"scheduler at {config.root_uri}:{config.root_port}"
+        self._context = zmq.Context(1)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if config.heartbeat_interval > 0:
+            self._socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(config.heartbeat_interval * 1000)))
+            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(config.heartbeat_timeout * 1000)))
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._outbox: deque[bytes] = deque()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self.goodbye = threading.Event()
+
+    # ---- joining
+
+    def join(self, role: str, rank: int, host: str, lanes: list[str]) -> dict[str, Any]:
+        """Introduce this node and wait for everybody else; returns the WELCOME message.
+
+        Raises :class:`RendezvousError` when the scheduler refuses, or at the deadline, naming who is missing.
+        """
+        end = time.monotonic() + self._config.rendezvous_timeout
+        self._connect(end)
+        self._socket.send(messages.encode(
+            "HELLO", protocol=messages.PROTOCOL, role=role, rank=rank, host=host, pid=os.getpid(), lanes=lanes,
+            config=fingerprint(self._config)))
+        missing = ""
+        report = time.monotonic() + 10
+        while True:
+            message = self._receive(min(end, report) - time.monotonic())
+            now = time.monotonic()
+            if message is None and now >= end:
+                raise RendezvousError(
+                    f"{role} {rank}: the job has not come together after {self._config.rendezvous_timeout:g} s; "
+                    + (f"missing: {missing}" if missing else f"no answer from the {self.where}"))
+            if message is None:
+                report = now + 10
+                log.warning("waiting for %s", missing or f"the {self.where}")
+            elif message["type"] == "STATUS":
+                missing = str(message["missing"])
+            elif message["type"] == "REFUSED":
+                raise RendezvousError(f"{role} {rank}: refused by the {self.where}: {message['reason']}")
+            elif message["type"] == "WELCOME":
+                return message
+
+    def _connect(self, end: float) -> None:
+        """Connect; a host name that does not resolve yet (a pod that is still starting) is tried until the deadline."""
+        while True:
+            try:
+                host = resolve(self._config.root_uri, self._config.root_port)
+                break
+            except OSError as e:
+                if time.monotonic() + 1 >= end:
+                    raise RendezvousError(f"cannot resolve the {self.where}: {e}") from e
+                threading.Event().wait(1)
+        self._socket.setsockopt(zmq.IPV6, int(is_ipv6(host)))
+        self._socket.connect(tcp_url(host, self._config.root_port))
+
+    def _receive(self, timeout: float) -> dict[str, Any] | None:
+        if not self._socket.poll(max(0, int(timeout * 1000) + 1)):
+            return None
+        return messages.decode(self._socket.recv())
+
+    # ---- while the job runs
+
+    def start(
+        self, handle: Callable[[dict[str, Any]], None], *, lost: Callable[[str], None], tick: Callable[[], None],
+        watch: tuple[int, Callable[[], None]] | None = None,
+    ) -> None:
+        """Start the thread. It calls ``handle`` for each message, ``lost`` if the scheduler is gone, ``tick`` every second, and
+        ``watch``'s function when its descriptor becomes readable."""
+        self._thread = threading.Thread(target=self._run, args=(handle, lost, tick, watch), name="bpsx-control", daemon=True)
+        self._thread.start()
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send a message to the hub, in order."""
+        self._outbox.append(messages.encode(kind, **fields))
+        self._ring()
+
+    def _ring(self) -> None:
+        os.eventfd_write(self._wake, 1)
+
+    def _run(
+        self, handle: Callable[[dict[str, Any]], None], lost: Callable[[str], None], tick: Callable[[], None],
+        watch: tuple[int, Callable[[], None]] | None,
+    ) -> None:
+        poller = zmq.Poller()
+        for thing in (self._socket, self._monitor, self._wake) + ((watch[0],) if watch else ()):
+            poller.register(thing, zmq.POLLIN)
+        next_tick = time.monotonic() + TICK
+        while not self._stopping:
+            poller.poll(max(0, int((next_tick - time.monotonic()) * 1000)) + 1)
+            try:
+                self._turn(handle, lost)
+                if watch:
+                    watch[1]()
+                if time.monotonic() >= next_tick:
+                    next_tick = time.monotonic() + TICK
+                    tick()
+            except Exception as e:
+                # This thread is what turns a death elsewhere into an error here: it must not die silently itself.
+                log.exception("control thread: unexpected error")
+                lost(f"internal error on the control thread: {e!r}")
+        while self._outbox:
+            self._socket.send(self._outbox.popleft())
+
+    def _turn(self, handle: Callable[[dict[str, Any]], None], lost: Callable[[str], None]) -> None:
+        """One round: what was to be sent, what has come, whether the hub is there."""
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            pass
+        while self._outbox:
+            self._socket.send(self._outbox.popleft())
+        # Messages before the monitor: the hub's last word comes before the end of its connection.
+        while self._socket.poll(0):
+            message = messages.decode(self._socket.recv())
+            if message["type"] == "GOODBYE":
+                self.goodbye.set()
+            else:
+                handle(message)
+        while self._monitor.poll(0):
+            self._monitor.recv_multipart()
+            if not self.goodbye.is_set():
+                lost(f"the {self.where} is gone: its connection broke")
+            self.goodbye.set()
+
+    def leave(self, failure: str, timeout: float) -> bool:
+        """Say goodbye and wait for the answer; whether it came (or the hub is gone) in time. Idempotent."""
+        if not self.goodbye.is_set():
+            self.send("BYE", failure=failure)
+        return self.goodbye.wait(timeout)
+
+    def stop(self) -> None:
+        """End the thread, flush what is to be sent, close. Idempotent. Not from the control thread."""
+        self._stopping = True
+        if self._thread is not None:
+            self._ring()
+            self._thread.join()
+            self._thread = None
+        if not self._context.closed:
+            self._socket.disable_monitor()
+            self._monitor = None
+            self._context.destroy(500)
+            os.close(self._wake)

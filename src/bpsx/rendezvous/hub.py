@@ -1,0 +1,161 @@
+"""The scheduler: :class:`Membership` behind a ZeroMQ ROUTER socket.
+
+Which connection has died is known by its descriptor: libzmq names it in the monitor's DISCONNECTED event and on every message received.
+Descriptors are used again, so the monitor is always read before a message is handled.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from bpsx.config import Config
+from bpsx.errors import TransportError
+from bpsx.rendezvous import messages
+from bpsx.rendezvous.membership import Membership, Output, names
+from bpsx.transports.address import is_ipv6, tcp_url
+
+log = logging.getLogger("bpsx.scheduler")
+REPORT_EVERY = 10.0
+GRACE = 5.0
+
+
+class Hub:
+    """One job's scheduler. :meth:`run` blocks until the job is over and returns the exit status."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._context = zmq.Context(1)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        if config.heartbeat_interval > 0:
+            self._socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(config.heartbeat_interval * 1000)))
+            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(config.heartbeat_timeout * 1000)))
+        self.port = self._bind()
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._descriptors: dict[int, bytes] = {}
+        self._members = Membership(
+            config.num_worker, config.num_server, config.local_size, secrets.randbits(63),
+            stall_warn=config.stall_warn, deadlock_after=config.deadlock_after,
+        )
+
+    def _bind(self) -> int:
+        host = self._config.root_uri
+        self._socket.setsockopt(zmq.IPV6, int(is_ipv6(host)))
+        try:
+            self._socket.bind(tcp_url(host, self._config.root_port or "*"))
+        except zmq.ZMQError as e:
+            self._context.destroy(0)
+            raise TransportError(f"the scheduler cannot listen on {host}:{self._config.root_port} (DMLC_PS_ROOT_URI, "
+                                 f"DMLC_PS_ROOT_PORT): {e}") from e
+        return int(self._socket.getsockopt(zmq.LAST_ENDPOINT).rsplit(b":", 1)[1].strip(b"\0"))
+
+    def announce(self) -> None:
+        """Say where we listen: in the log, and in the file that the launcher named."""
+        log.info("listening on %s:%d", self._config.root_uri, self.port)
+        if self._config.port_file:
+            path = Path(self._config.port_file)
+            draft = path.with_name(path.name + ".new")
+            draft.write_text(f"{self.port}\n")
+            os.replace(draft, path)
+
+    def run(self) -> int:
+        """Serve until the job is over. Returns 0 if all workers left in good order, else 1."""
+        try:
+            self._gather()
+            if self._members.state == "running":
+                log.info("the job is complete: %s", names(self._members.present()))
+                while self._members.state == "running":
+                    self._turn(None)
+            self._farewell()
+        finally:
+            self._socket.disable_monitor()
+            self._context.destroy(500)
+        if self._members.state != "done":
+            log.error("the job has failed: %s", self._members.failure)
+        return 0 if self._members.state == "done" else 1
+
+    def _gather(self) -> None:
+        """Wait for everybody, saying now and then who is missing."""
+        end = time.monotonic() + self._config.rendezvous_timeout
+        report = time.monotonic() + REPORT_EVERY
+        while self._members.state == "waiting":
+            now = time.monotonic()
+            if now >= end:
+                text = f"after {self._config.rendezvous_timeout:g} s still missing: {names(self._members.missing())}"
+                self._members.state, self._members.failure = "failed", text
+                self._send([(i, {"type": "REFUSED", "reason": text}) for i in self._members.nodes])
+                return
+            if now >= report:
+                report = now + REPORT_EVERY
+                here, missing = names(self._members.present()) or "nobody", names(self._members.missing())
+                log.warning("waiting for %s; here: %s", missing, here)
+                self._send([(i, {"type": "STATUS", "missing": missing, "here": here}) for i in self._members.nodes])
+            self._turn(min(end, report) - now)
+
+    def _farewell(self) -> None:
+        """Give everybody time to hear how it ended and to go."""
+        end = time.monotonic() + GRACE
+        while not self._members.everybody_left() and time.monotonic() < end:
+            self._turn(max(0.0, end - time.monotonic()))
+
+    def _turn(self, timeout: float | None) -> None:
+        """Wait for something to happen and deal with it."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        poller.poll(None if timeout is None else max(0, int(timeout * 1000) + 1))
+        self._read_monitor()
+        for _ in range(256):
+            try:
+                ident, *frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return
+            self._read_monitor()
+            self._handle(bytes(ident), frames)
+
+    def _read_monitor(self) -> None:
+        while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))
+            ident = self._descriptors.pop(int(event["value"]), None)
+            if ident is not None:
+                self._send(self._members.gone(ident, "its connection to the scheduler broke"))
+
+    def _handle(self, ident: bytes, frames: list[Any]) -> None:
+        try:
+            if len(frames) != 1:
+                raise messages.BadMessage(f"{len(frames)} frames; one is expected")
+            message = messages.decode(bytes(frames[0]))
+            messages.check(message)
+        except messages.BadMessage as e:
+            log.warning("dropped a message that makes no sense: %s", e)
+            return
+        self._descriptors[frames[0].get(zmq.SRCFD)] = ident
+        self._send(self._dispatch(ident, message))
+
+    def _dispatch(self, ident: bytes, message: dict[str, Any]) -> list[Output]:
+        kind = message["type"]
+        if kind == "HELLO":
+            return self._members.hello(ident, message)
+        if kind == "DECLARE":
+            return self._members.declare(ident, message)
+        if kind == "WAITING":
+            return self._members.waiting(ident, message, time.monotonic())
+        return self._members.bye(ident, message)
+
+    def _send(self, outputs: list[Output]) -> None:
+        for ident, message in outputs:
+            if message["type"] in ("REFUSED", "WARN"):
+                log.warning("%s: %s", message["type"].lower(), message.get("reason") or message.get("text"))
+            fields = dict(message)
+            self._socket.send_multipart([ident, messages.encode(fields.pop("type"), **fields)])

@@ -1,0 +1,208 @@
+"""Who is in the job, and what follows from who comes, goes and waits. Pure: events in, messages out; no sockets, no clock of its own.
+
+A node is ``joined`` after a good HELLO. When all are, the job is ``running``: everybody gets WELCOME. It ends ``done`` when all workers have
+left in good order, or ``failed`` when somebody is gone without a goodbye; then everybody else is told who.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bpsx.placement import Placement
+from bpsx.rendezvous.messages import PROTOCOL
+from bpsx.rendezvous.registry import Registry
+from bpsx.rendezvous.stall import Stalls
+
+Output = tuple[bytes, dict[str, Any]]
+
+
+@dataclass
+class Node:
+    """One process of the job."""
+
+    ident: bytes
+    role: str
+    rank: int
+    host: str
+    pid: int
+    lanes: list[str] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    left: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.rank} ({self.host}, pid {self.pid})"
+
+
+class Membership:
+    """The state of the job. One thread owns it; every method returns the messages to send, as (node, message)."""
+
+    def __init__(self, num_worker: int, num_server: int, local_size: int, job: int, *, stall_warn: float, deadlock_after: float) -> None:
+        self.num_worker = num_worker
+        self.num_server = num_server
+        self.local_size = local_size
+        self.job = job
+        self.state = "waiting"
+        self.failure = ""
+        self.nodes: dict[bytes, Node] = {}
+        self.registry: Registry | None = None
+        self._stalls = Stalls(stall_warn, deadlock_after)
+
+    # ---- coming
+
+    def hello(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
+        """A node introduces itself."""
+        why = self._refusal(ident, m)
+        if why:
+            return [(ident, {"type": "REFUSED", "reason": why})]
+        rank = m["rank"] if m["role"] == "worker" else len(self._of("server"))
+        node = Node(ident, m["role"], rank, m["host"], m["pid"], m["lanes"], m["config"])
+        if not self._of("worker") and node.role == "worker":
+            self.local_size = int(node.config.get("BYTEPS_LOCAL_SIZE", self.local_size))
+        self.nodes[ident] = node
+        return self._start() if not self.missing() else []
+
+    def _refusal(self, ident: bytes, m: dict[str, Any]) -> str:
+        """Why a node may not join, or nothing."""
+        if m["protocol"] != PROTOCOL:
+            return f"protocol version {m['protocol']}, the scheduler speaks {PROTOCOL}: install the same bpsx everywhere"
+        if m["role"] not in ("worker", "server"):
+            return f"role {m['role']!r}: allowed are worker and server"
+        if self.state != "waiting":
+            return f"the job is {self.state} and complete"
+        for name, ours in (("DMLC_NUM_WORKER", self.num_worker), ("DMLC_NUM_SERVER", self.num_server)):
+            if m["config"].get(name) != ours:
+                return f"{name}={m['config'].get(name)} there, {ours} at the scheduler"
+        if m["role"] == "server":
+            return "" if len(self._of("server")) < self.num_server else f"there are {self.num_server} servers already"
+        workers = self._of("worker")
+        if workers:
+            for name, value in workers[0].config.items():
+                if m["config"].get(name) != value:
+                    return f"{name}={m['config'].get(name)} on worker {m['rank']}, {value} on {workers[0]}: must be the same on all workers"
+        if not 0 <= m["rank"] < self.num_worker * int(m["config"].get("BYTEPS_LOCAL_SIZE", 1)):
+            return f"rank {m['rank']} is out of range"
+        same = [w for w in workers if w.rank == m["rank"]]
+        if same:
+            return f"there is a {same[0]} already: two processes have the same DMLC_WORKER_ID and BYTEPS_LOCAL_RANK"
+        return ""
+
+    @property
+    def size(self) -> int:
+        """Worker processes in the job."""
+        return self.num_worker * self.local_size
+
+    def _of(self, role: str) -> list[Node]:
+        return sorted((n for n in self.nodes.values() if n.role == role), key=lambda n: n.rank)
+
+    def missing(self) -> list[str]:
+        """Who has not come yet, for people."""
+        here = {w.rank for w in self._of("worker")}
+        gone = [f"worker {r}" for r in range(self.size) if r not in here]
+        servers = self.num_server - len(self._of("server"))
+        return gone + ([f"{servers} of {self.num_server} servers"] if servers else [])
+
+    def present(self) -> list[str]:
+        """Who is here, for people."""
+        return [str(n) for role in ("worker", "server") for n in self._of(role)]
+
+    def _start(self) -> list[Output]:
+        config = self._of("worker")[0].config
+        servers = self._of("server")
+        placement = Placement([len(s.lanes) for s in servers], str(config["BYTEPS_KEY_HASH_FN"]), int(config["BYTEPS_BUILT_IN_HASH_COEF"]))
+        self.registry = Registry(placement, int(config["BYTEPS_PARTITION_BYTES"]))
+        self.state = "running"
+        roster = {
+            "type": "WELCOME", "job": self.job, "workers": self.size, "lanes": [s.lanes for s in servers],
+            "names": {role: [str(n) for n in self._of(role)] for role in ("worker", "server")},
+        }
+        return [(n.ident, {**roster, "rank": n.rank}) for n in self.nodes.values()]
+
+    # ---- while it runs
+
+    def declare(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
+        """A worker declares a tensor."""
+        node = self.nodes.get(ident)
+        if node is None or node.role != "worker" or self.registry is None:
+            return []
+        name, generation = m["name"], m["generation"]
+        known, told = self.registry.declare(node.rank, name, generation, m["nbytes"], m["dtype"], m["shape"])
+        answer: dict[str, Any] = {"type": "PLACED", "name": name, "generation": generation, "places": [list(p) for p in known.places]}
+        if known.failure:
+            answer = {"type": "FAILED", "tensors": [[name, generation]], "status": -2, "text": known.failure}
+        return [(w.ident, answer) for w in self._of("worker") if w.rank in told]
+
+    def waiting(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
+        """A worker says which push_pulls it has waited for, and how long."""
+        node = self.nodes.get(ident)
+        if node is None or node.role != "worker" or self.state != "running":
+            return []
+        self._stalls.report(node.rank, m["tensors"], m["more"])
+        live = {w.rank: w for w in self._of("worker") if not w.left}
+        out: list[Output] = [(live[r].ident, {"type": "WARN", "text": text}) for r, text in self._stalls.warnings(sorted(live), now) if r in live]
+        for rank, tensors, text in self._stalls.deadlock(sorted(live)):
+            out.append((live[rank].ident, {"type": "FAILED", "tensors": tensors, "status": -4, "text": text}))
+        return out
+
+    # ---- going
+
+    def bye(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
+        """A node leaves; with a ``failure`` it leaves work undone."""
+        node = self.nodes.get(ident)
+        if node is None:
+            return [(ident, {"type": "GOODBYE"})]
+        out: list[Output] = [(ident, {"type": "GOODBYE"})]
+        if node.left:
+            return out
+        node.left = True
+        if self.state == "waiting":
+            del self.nodes[ident]
+            return out
+        self._stalls.report(node.rank, [], False) if node.role == "worker" else None
+        if m["failure"] and self.state == "running":
+            return out + self._fail(f"{node} has failed: {m['failure']}")
+        if node.role == "server" and self.state == "running":
+            return out + self._fail(f"{node} has left while workers were running")
+        return out + self._after_leaving(node)
+
+    def gone(self, ident: bytes, why: str) -> list[Output]:
+        """A node's connection is lost."""
+        node = self.nodes.get(ident)
+        if node is None or node.left:
+            return []
+        if self.state == "waiting":
+            del self.nodes[ident]
+            return []
+        node.left = True
+        out = self._fail(f"{node} is gone: {why}") if self.state == "running" else []
+        return out + self._after_leaving(node)
+
+    def _fail(self, text: str) -> list[Output]:
+        """The job is over: tell everybody who is left."""
+        self.state = "failed"
+        self.failure = text
+        return [(n.ident, {"type": "LOST", "text": text}) for n in self.nodes.values() if not n.left]
+
+    def _after_leaving(self, node: Node) -> list[Output]:
+        workers = [w for w in self._of("worker") if not w.left]
+        servers = [s for s in self._of("server") if not s.left]
+        out: list[Output] = []
+        if node.role == "worker" and self.state == "running":
+            out += [(n.ident, {"type": "LEFT", "rank": node.rank}) for n in servers]
+        if not workers:
+            if self.state == "running":
+                self.state = "done"
+            if node.role == "worker":
+                out += [(s.ident, {"type": "END"}) for s in servers]
+        return out
+
+    def everybody_left(self) -> bool:
+        """Whether nobody has to be told anything any more."""
+        return self.state in ("done", "failed") and all(n.left for n in self.nodes.values())
+
+
+def names(items: Sequence[str], most: int = 8) -> str:
+    """A list for people, cut when long."""
+    text = ", ".join(items[:most])
+    return text + (f" and {len(items) - most} more" if len(items) > most else "")

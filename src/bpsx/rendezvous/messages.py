@@ -1,0 +1,74 @@
+"""The control link's messages: JSON objects with a type, checked field by field. Pure.
+
+A node sends HELLO, DECLARE, WAITING, BYE; the hub sends STATUS, WELCOME, REFUSED, PLACED, FAILED, WARN, LEFT, LOST, END, GOODBYE.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+PROTOCOL = 1
+MAX_BYTES = 4 << 20
+MAX_NAME = 4096
+
+_POSITION = (int, 0, 2**32)
+_TEXT = (str, 0, 1 << 16)
+#: type -> field -> (type, least, most); for strings and lists the bounds are on the length.
+_FIELDS: dict[str, dict[str, tuple[type, int, int]]] = {
+    "HELLO": {"protocol": _POSITION, "role": (str, 1, 16), "rank": (int, -1, 2**31), "host": _TEXT, "pid": _POSITION,
+              "lanes": (list, 0, 4096), "config": (dict, 0, 64)},
+    "DECLARE": {"name": (str, 1, MAX_NAME), "generation": _POSITION, "nbytes": (int, 0, 2**62), "dtype": (int, 0, 255),
+                "shape": (list, 0, 64)},
+    "WAITING": {"tensors": (list, 0, 4096), "more": (bool, 0, 1)},
+    "BYE": {"failure": _TEXT},
+}
+
+
+class BadMessage(ValueError):
+    """Bytes on the control link that are no valid message."""
+
+
+def encode(kind: str, **fields: Any) -> bytes:
+    """A message as bytes."""
+    return json.dumps({"type": kind, **fields}, separators=(",", ":")).encode()
+
+
+def decode(data: bytes) -> dict[str, Any]:
+    """The message in ``data``: an object with a string ``type``. Raises :class:`BadMessage`."""
+    if len(data) > MAX_BYTES:
+        raise BadMessage(f"{len(data)} bytes; at most {MAX_BYTES}")
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError) as e:
+        raise BadMessage(f"not JSON: {e}") from None
+    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+        raise BadMessage("not an object with a type")
+    return message
+
+
+def check(message: dict[str, Any]) -> None:
+    """Whether a node's message has the fields of its type, in range. Raises :class:`BadMessage` naming the field."""
+    fields = _FIELDS.get(message["type"])
+    if fields is None:
+        raise BadMessage(f"unknown type {message['type'][:40]!r}")
+    for name, (kind, least, most) in fields.items():
+        value = message.get(name)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise BadMessage(f"{message['type']}: field {name!r} is not {kind.__name__}")
+        size = value if isinstance(value, int) else len(value)
+        if not least <= size <= most:
+            raise BadMessage(f"{message['type']}: field {name!r} is out of range")
+    if message["type"] == "HELLO" and not all(isinstance(a, str) and len(a) < 300 for a in message["lanes"]):
+        raise BadMessage("HELLO: lanes are not addresses")
+    if message["type"] == "DECLARE" and not all(isinstance(d, int) and 0 <= d < 2**62 for d in message["shape"]):
+        raise BadMessage("DECLARE: shape is not a list of sizes")
+    if message["type"] == "WAITING":
+        _check_waiting(message["tensors"])
+
+
+def _check_waiting(tensors: list[Any]) -> None:
+    for item in tensors:
+        fits = isinstance(item, list) and len(item) == 4 and isinstance(item[0], str) and isinstance(item[1], int)
+        if not fits or not isinstance(item[2], int) or not isinstance(item[3], int | float):
+            raise BadMessage("WAITING: an item is not [name, generation, round, seconds]")

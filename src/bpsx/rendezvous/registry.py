@@ -1,0 +1,65 @@
+"""What each tensor name means, for the whole job. Pure: the hub's one thread owns it.
+
+The n-th declaration of a name on one worker must equal the n-th on every other: same shape, same dtype. The first to declare
+causes the placement; whoever differs causes a mismatch, which everybody is told who has declared it or will.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bpsx.dtypes import BY_CODE
+from bpsx.partitioner import partition
+from bpsx.placement import Place, Placement
+
+
+@dataclass
+class Declared:
+    """One generation of a name."""
+
+    nbytes: int
+    dtype: int
+    shape: tuple[int, ...]
+    ranks: list[int]
+    places: list[Place] = field(default_factory=list)
+    failure: str = ""
+
+    def describe(self) -> str:
+        """Shape and dtype, for people."""
+        dtype = BY_CODE[self.dtype].name if self.dtype in BY_CODE else f"dtype {self.dtype}"
+        return f"{dtype} of shape {self.shape}"
+
+
+class Registry:
+    """All declared tensors."""
+
+    def __init__(self, placement: Placement, partition_bytes: int) -> None:
+        self._placement = placement
+        self._partition_bytes = partition_bytes
+        self._tensors: dict[tuple[str, int], Declared] = {}
+
+    def declare(
+        self, rank: int, name: str, generation: int, nbytes: int, dtype: int, shape: Sequence[int],
+    ) -> tuple[Declared, list[int]]:
+        """Worker ``rank`` declares a tensor. Returns what is known of it now and the ranks that have to be told.
+
+        With ``failure`` set, those ranks have to hear that; else the one rank has to hear the places.
+        """
+        wanted = Declared(nbytes, dtype, tuple(shape), [rank])
+        known = self._tensors.get((name, generation))
+        if known is None:
+            wanted.places = self._placement.place(len(self._tensors), [s.length for s in partition(nbytes, self._partition_bytes)])
+            self._tensors[name, generation] = wanted
+            return wanted, [rank]
+        told = [rank]
+        if not known.failure and (known.dtype, known.shape, known.nbytes) != (wanted.dtype, wanted.shape, wanted.nbytes):
+            known.failure = (f"tensor {name!r}: worker {known.ranks[0]} has {known.describe()}, worker {rank} has {wanted.describe()}; "
+                             "all workers must push the same shape and dtype under one name")
+            told += [r for r in known.ranks if r != rank]
+        if rank not in known.ranks:
+            known.ranks.append(rank)
+        return known, told
+
+    def __len__(self) -> int:
+        return len(self._tensors)

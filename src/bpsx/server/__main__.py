@@ -1,0 +1,129 @@
+"""``python -m bpsx.server``: the server role. One thread per lane; this process's main thread waits for the end."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from typing import Any
+
+from bpsx.config import Config
+from bpsx.dtypes import BY_NAME
+from bpsx.errors import BpsxError
+from bpsx.host import keep_memory, own_host
+from bpsx.kernels import load
+from bpsx.logs import configure
+from bpsx.rendezvous.client import Link
+from bpsx.server._engine import Lane
+from bpsx.transports import open_endpoint
+from bpsx.transports.base import Endpoint
+
+log = logging.getLogger("bpsx.server")
+#: After a failure a server stays this long at most: workers shall hear who has died before they lose their servers too.
+LINGER_SECONDS = 3.0
+
+
+class Server:
+    """One server process: its lanes, and the link to the scheduler. :meth:`run` blocks until the job is over."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._over = threading.Event()
+        self._failed = threading.Event()
+        self._failure = ""
+        self._lanes: list[Lane] = []
+
+    def run(self) -> int:
+        """Join the job and sum until it ends; returns the exit status. Raises :class:`~bpsx.errors.BpsxError` if it never begins."""
+        config = self._config
+        keep_memory(config.keep_memory)
+        host = own_host(config)
+        endpoints = [open_endpoint(config) for _ in range(config.engine_threads)]
+        link = Link(config)
+        try:
+            # Compiled while the others are still coming.
+            warm_up = threading.Thread(target=load, args=(BY_NAME["float32"].code,), name="bpsx-warm-up")
+            warm_up.start()
+            welcome = link.join("server", -1, host, [e.bind(host) for e in endpoints])
+            warm_up.join()
+            threads = self._start_lanes(endpoints, welcome)
+            link.start(self._handle, lost=self._lost, tick=lambda: None)
+            self._wait()
+            self._stop(link, threads)
+        finally:
+            link.stop()
+            for endpoint in endpoints:
+                endpoint.close()
+        return 1 if self._failure else 0
+
+    def _start_lanes(self, endpoints: list[Endpoint], welcome: dict[str, Any]) -> list[threading.Thread]:
+        config = self._config
+        threads = []
+        for i, endpoint in enumerate(endpoints):
+            endpoint.join(welcome["job"], i)
+            lane = Lane(endpoint, job=welcome["job"], workers=welcome["workers"], fixed_order=config.fixed_order,
+                        scheduled=config.server_schedule, spin_us=config.spin_us, log=log.error)
+            self._lanes.append(lane)
+            threads.append(threading.Thread(target=lane.run, name=f"bpsx-lane-{i}"))
+        for thread in threads:
+            thread.start()
+        log.info("server %d: %s", welcome["rank"], ", ".join(e.address for e in endpoints))
+        return threads
+
+    def _wait(self) -> None:
+        while not self._over.wait(1.0):
+            if self._failed.is_set():
+                self._over.wait(LINGER_SECONDS)
+                return
+
+    def _stop(self, link: Link, threads: list[threading.Thread]) -> None:
+        for lane in self._lanes:
+            lane.stop()
+        for thread in threads:
+            thread.join()
+        link.leave(self._failure, self._config.shutdown_timeout)
+        for i, lane in enumerate(self._lanes):
+            counters = lane.counters()
+            level = logging.WARNING if counters["malformed"] or counters["dropped"] else logging.INFO
+            log.log(level, "lane %d: %s", i, ", ".join(f"{k} {v}" for k, v in counters.items()))
+
+    def interrupt(self, signum: int) -> None:
+        """End because of a signal: the job fails, and says why."""
+        self._lost(f"ended by {signal.Signals(signum).name}")
+        self._over.set()
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        kind = message["type"]
+        if kind == "LEFT":
+            for lane in self._lanes:
+                lane.gone(message["rank"])
+        elif kind == "LOST":
+            self._lost(message["text"])
+        elif kind == "END":
+            self._over.set()
+
+    def _lost(self, text: str) -> None:
+        if not self._failure and not self._over.is_set():
+            self._failure = text
+            log.error("%s", text)
+            self._failed.set()
+
+
+def main() -> int:
+    """Run a server; returns the exit status: 0 after a job that ended well."""
+    try:
+        config = Config(role="server")
+        configure(config, "server")
+        config.check()
+        server = Server(config)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda n, _: server.interrupt(n))
+        return server.run()
+    except BpsxError as e:
+        print(f"bpsx server: {e}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

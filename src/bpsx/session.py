@@ -1,0 +1,314 @@
+"""The object that owns a worker's part of a job: configuration, core, transport endpoint, and the link to the scheduler."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from bpsx import errors
+from bpsx._core import Core, Handle, Tensor
+from bpsx.config import Config
+from bpsx.dtypes import dtype_named
+from bpsx.host import keep_memory, own_host
+from bpsx.logs import configure
+from bpsx.partitioner import partition
+from bpsx.pipeline import stages_for
+from bpsx.rendezvous.client import Link
+from bpsx.transports import open_endpoint
+from bpsx.transports.loopback import LoopbackEndpoint
+
+log = logging.getLogger("bpsx.session")
+BARRIER = "bpsx.barrier"
+#: Tensors named in one stall report.
+MOST_REPORTED = 256
+#: How long a broken data connection waits for the scheduler to say who has died: its word names the culprit, ours only the victim.
+VERDICT_SECONDS = 1.0
+
+
+class View(Protocol):
+    """What a framework hands over; see :class:`bpsx._adapter.TensorView`."""
+
+    address: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    owner: object
+
+
+@dataclass
+class _Declared:
+    """A name as this worker has declared it last."""
+
+    generation: int
+    shape: tuple[int, ...]
+    dtype: int
+    nbytes: int
+    tensor: Tensor | None = None
+    pending: list[Handle] = field(default_factory=list)     # prepared, waiting for the placement
+    failed: bool = False
+
+
+class Session:
+    """A worker in a job. Thread-safe. :meth:`close` ends it; it cannot be used again.
+
+    Raises :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.errors.RendezvousError` or :class:`~bpsx.errors.TransportError` on construction.
+    """
+
+    def __init__(self, config: Config) -> None:
+        config.check()
+        configure(config, f"worker {config.rank}")
+        self.config = config
+        self.rank, self.size = config.rank, config.size
+        self.local_rank, self.local_size = config.local_rank, config.local_size
+        self._lock = threading.Lock()
+        self._settled = threading.Condition(self._lock)     # a declaration has been answered
+        self._tensors: dict[str, _Declared] = {}
+        self._order: dict[str, int] = {}
+        self._link: Link | None = None
+        self._closed = False
+        self._failure = ""
+        self._broken: tuple[float, str] | None = None
+        self._speed_mark = (0, 0)
+        self._reported = False
+        if config.distributed:
+            keep_memory(config.keep_memory)
+            self._join()
+        else:
+            self._endpoint: Any = LoopbackEndpoint()
+            self._core = Core(self._endpoint, rank=0, job=0, lanes=0, credit=0, spin_us=0)
+
+    # ---- coming together
+
+    def _join(self) -> None:
+        link = Link(self.config)
+        try:
+            welcome = link.join("worker", self.rank, own_host(self.config), [])
+            self._names = welcome["names"]
+            self._endpoint = open_endpoint(self.config)
+            self._endpoint.join(welcome["job"], self.rank)
+            lanes = [(server, a) for server, addresses in enumerate(welcome["lanes"]) for a in addresses]
+            self._lanes = lanes
+            for i, (_, address) in enumerate(lanes):
+                self._endpoint.connect(i, address)
+            page = 4096
+            credit = self.config.scheduling_credit * -(-self.config.partition_bytes // page) * page
+            self._core = Core(self._endpoint, rank=self.rank, job=welcome["job"], lanes=len(lanes), credit=credit,
+                              spin_us=self.config.spin_us)
+            watched = self._endpoint.watch()
+            silent = self._core.greet(self.config.rendezvous_timeout)
+            if silent:
+                raise errors.RendezvousError(
+                    f"worker {self.rank}: no answer from " + ", ".join(f"{self._names['server'][lanes[i][0]]} at {lanes[i][1]}" for i in silent))
+        except BaseException:
+            link.stop()
+            raise
+        self._link = link
+        self._core.start()
+        link.start(self._handle, lost=self._peer_lost, tick=self._tick, watch=(watched, self._look_for_broken))
+
+    # ---- what the scheduler says (control thread)
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        kind = message["type"]
+        if kind == "PLACED":
+            self._placed(message["name"], message["generation"], message["places"])
+        elif kind == "FAILED":
+            for name, generation in message["tensors"]:
+                self._fail_tensor(name, generation, message["status"], message["text"])
+        elif kind == "WARN":
+            log.warning("%s", message["text"])
+        elif kind == "LOST":
+            self._peer_lost(message["text"])
+
+    def _placed(self, name: str, generation: int, places: list[tuple[int, int, int]]) -> None:
+        with self._lock:
+            declared = self._tensors.get(name)
+            if declared is None or declared.generation != generation or declared.failed:
+                return
+            spans = partition(declared.nbytes, self.config.partition_bytes)
+            parts = [(key, lane, slot, span.offset, span.length) for (key, lane, slot), span in zip(places, spans, strict=True)]
+            tensor = Tensor(name, declared.dtype, parts, stages_for("cpu"))
+            for handle in declared.pending:
+                self._core.release(handle, tensor)
+            declared.pending = []
+            # Only now may others take the short way in: rounds start in the order of submission.
+            declared.tensor = tensor
+            self._settled.notify_all()
+
+    def _fail_tensor(self, name: str, generation: int, status: int, text: str) -> None:
+        with self._lock:
+            declared = self._tensors.get(name)
+            if declared is None or declared.generation != generation or declared.failed:
+                return
+            declared.failed = True      # the next push_pull of this name declares it anew
+            pending, declared.pending = declared.pending, []
+            self._settled.notify_all()
+            if declared.tensor is not None:
+                self._core.fail_tensor(declared.tensor, status, text)
+        for handle in pending:
+            self._core.end(handle, status, text)
+
+    def _peer_lost(self, text: str) -> None:
+        """The job is over: everything under way and everything to come fails."""
+        if self._closed or self._failure:
+            return
+        self._failure = text
+        log.error("%s", text)
+        self._core.fail(-1, text)
+        with self._lock:
+            pending = [h for d in self._tensors.values() for h in d.pending]
+            for declared in self._tensors.values():
+                declared.pending = []
+            self._settled.notify_all()
+        for handle in pending:
+            self._core.end(handle, -1, text)
+
+    def _look_for_broken(self) -> None:
+        for lane in self._endpoint.lost():
+            if self._broken is None:
+                where = f"{self._names['server'][self._lanes[lane][0]]} at {self._lanes[lane][1]}" if lane >= 0 else "a server"
+                self._broken = (time.monotonic(), f"{where} is gone: its connection broke")
+
+    def _tick(self) -> None:
+        """Once a second: a broken connection that the scheduler had no word about, what is waited for, what can be let go."""
+        if self._broken is not None and not self._failure and time.monotonic() - self._broken[0] >= VERDICT_SECONDS:
+            self._peer_lost(self._broken[1])
+        self._core.reap()
+        waiting = self._core.waiting(min(1.0, self.config.stall_warn / 2))
+        if self._link is not None and (waiting or self._reported):
+            self._reported = bool(waiting)
+            with self._lock:
+                tensors = [[n, self._tensors[n].generation, r, round(s, 1)] for n, r, s in waiting[:MOST_REPORTED] if n in self._tensors]
+            self._link.send("WAITING", tensors=tensors, more=len(waiting) > MOST_REPORTED)
+
+    # ---- the verbs
+
+    def declare(self, name: str) -> int:
+        """The index of ``name`` in the order in which this worker first saw names; stable from then on."""
+        with self._lock:
+            return self._order.setdefault(name, len(self._order))
+
+    def push_pull(
+        self, name: str, source: View, target: View, *, average: bool, priority: int = 0, will_wait: bool = False, result: object = None,
+    ) -> Handle:
+        """Sum (or average) ``source`` over all workers into ``target``; they may be the same memory.
+
+        Returns at once. Larger ``priority`` is more urgent. ``will_wait``: the caller waits right away, and so drives the exchange itself.
+        Raises :class:`~bpsx.errors.ConfigError` for a dtype that cannot be summed.
+        """
+        if source.shape != target.shape or source.dtype != target.dtype:
+            raise errors.ConfigError(f"{name!r}: input is {source.dtype} {source.shape}, output {target.dtype} {target.shape}: must be alike")
+        return self._submit(
+            name, source.shape, dtype_named(source.dtype, repr(name)).code, source.nbytes, (source.address, source.nbytes),
+            (target.address, target.nbytes), divisor=self.size if average else 1, priority=priority, will_wait=will_wait,
+            owner=(source.owner, target.owner), result=result)
+
+    def broadcast(self, name: str, view: View, root: int, *, result: object = None) -> Handle:
+        """Overwrite ``view`` on all workers with what it holds on worker ``root``. Returns at once.
+
+        Raises :class:`~bpsx.errors.ConfigError` for a root that does not exist.
+        """
+        if not 0 <= root < self.size:
+            raise errors.ConfigError(f"{name!r}: root rank {root}; allowed are 0 to {self.size - 1}")
+        place = (view.address, view.nbytes)
+        return self._submit(
+            name, view.shape, dtype_named(view.dtype, repr(name)).code, view.nbytes, place if root == self.rank else None, place,
+            divisor=root, broadcast=True, priority=0, will_wait=False, owner=view.owner, result=result)
+
+    def barrier(self) -> None:
+        """Wait until every worker has called this as often as this worker has."""
+        self._submit(BARRIER, (), 5, 0, (0, 0), (0, 0), divisor=1, priority=2**30, will_wait=True, owner=None, result=None).wait()
+
+    def _submit(
+        self, name: str, shape: tuple[int, ...], dtype: int, nbytes: int, source: Any, target: Any, *, divisor: int, priority: int,
+        will_wait: bool, owner: object, result: object, broadcast: bool = False,
+    ) -> Handle:
+        """The one way in. ``source`` and ``target`` are what :meth:`Core.prepare` takes."""
+        declared = self._tensors.get(name)
+        if declared is not None and declared.tensor is not None and declared.shape == shape and declared.dtype == dtype and not declared.failed:
+            return self._core.submit(declared.tensor, source, target, divisor=divisor, broadcast=broadcast, priority=priority,
+                                     will_wait=will_wait, owner=owner, result=result)
+        handle = self._core.prepare(name, nbytes, source, target, divisor=divisor, broadcast=broadcast, priority=priority, owner=owner,
+                                    result=result)
+        if self._link is None:
+            self._core.copy_through(handle, nbytes)     # a single worker: the sum is what it pushed
+            return handle
+        with self._lock:
+            self._first_sight(handle, name, shape, dtype, nbytes)
+        return handle
+
+    def _first_sight(self, handle: Handle, name: str, shape: tuple[int, ...], dtype: int, nbytes: int) -> None:
+        """Declare the name, or wait for the answer to an earlier declaration. The lock is held."""
+        assert self._link is not None
+        declared = self._tensors.get(name)
+        if self._closed or self._core.failed:
+            self._core.end(handle, *((-6, "bpsx was shut down") if self._closed else (-1, self._core.failed)))
+            return
+        if declared is None or declared.failed or declared.shape != shape or declared.dtype != dtype:
+            if declared is not None and declared.pending:
+                self._wait_for_placement(declared)
+            generation = declared.generation + 1 if declared is not None else 0
+            declared = self._tensors[name] = _Declared(generation, shape, dtype, nbytes)
+            self._order.setdefault(name, len(self._order))
+            self._link.send("DECLARE", name=name, generation=generation, nbytes=nbytes, dtype=dtype, shape=list(shape))
+        if declared.tensor is not None:
+            self._core.release(handle, declared.tensor)
+        else:
+            declared.pending.append(handle)
+
+    def _wait_for_placement(self, declared: _Declared) -> None:
+        """A name is used with a new shape before its old one was placed: let that happen first. The lock is held."""
+        while declared.pending and not self._core.failed:
+            self._settled.wait(1.0)
+
+    def speed(self) -> tuple[float, float]:
+        """(milliseconds since the epoch, MB/s): tensor bytes that came home since the last call per second in which any were under way."""
+        counters = self._core.counters()
+        nbytes, busy = counters["tensor_bytes"], counters["busy_ns"]
+        before, self._speed_mark = self._speed_mark, (nbytes, busy)
+        spent = busy - before[1]
+        return time.time() * 1000, (nbytes - before[0]) * 1e3 / spent if spent else 0.0
+
+    def counters(self) -> dict[str, int]:
+        """What has been moved since init: see :meth:`bpsx._core.Core.counters`."""
+        return dict(self._core.counters())
+
+    @property
+    def failure(self) -> str:
+        """Why the job has failed, or an empty string."""
+        return self._failure
+
+    # ---- going
+
+    def close(self, failure: str = "") -> None:
+        """Leave the job: wait for what is under way, say goodbye, free everything. Idempotent.
+
+        ``failure``: why this worker ends with work undone; the others are told. Does not raise.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        end = time.monotonic() + self.config.shutdown_timeout
+        while not (failure or self._failure) and self._unfinished() and time.monotonic() < end:
+            self._core.settle(0.05)
+        failure = failure or self._failure
+        if not failure and self._unfinished():
+            failure = f"left with {self._unfinished()} push_pulls under way"
+        if self._link is not None and not self._link.leave(failure, self.config.shutdown_timeout):
+            log.warning("the scheduler did not answer the goodbye within %g s", self.config.shutdown_timeout)
+        with self._lock:
+            pending = [h for d in self._tensors.values() for h in d.pending]
+        for handle in pending:
+            self._core.end(handle, -6, "bpsx was shut down while this was under way")
+        self._core.close()
+        if self._link is not None:
+            self._link.stop()
+        self._endpoint.close()
+        self._core.reap()
+
+    def _unfinished(self) -> int:
+        return int(self._core.outstanding) + sum(len(d.pending) for d in list(self._tensors.values()))
