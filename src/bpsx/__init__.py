@@ -1,22 +1,10 @@
 """bpsx: gradient communication for distributed training. Importing does no work; :func:`init` starts it."""
 
-from bpsx._core import Handle
-from bpsx.api import (
-    barrier,
-    broadcast,
-    declare,
-    get_pushpull_speed,
-    init,
-    local_rank,
-    local_size,
-    poll,
-    push_pull,
-    push_pull_async,
-    rank,
-    shutdown,
-    size,
-    synchronize,
-)
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from bpsx.errors import (
     BpsxError,
     ConfigError,
@@ -29,6 +17,25 @@ from bpsx.errors import (
     TransportError,
 )
 
+if TYPE_CHECKING:
+    from bpsx._core import Handle
+    from bpsx.api import (
+        barrier,
+        broadcast,
+        declare,
+        get_pushpull_speed,
+        init,
+        local_rank,
+        local_size,
+        poll,
+        push_pull,
+        push_pull_async,
+        rank,
+        shutdown,
+        size,
+        synchronize,
+    )
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -36,3 +43,11 @@ __all__ = [
     "StallError", "TransportError", "barrier", "broadcast", "declare", "get_pushpull_speed", "init", "local_rank", "local_size", "poll",
     "push_pull", "push_pull_async", "rank", "shutdown", "size", "synchronize",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The verbs, loaded when first used: the launcher and the scheduler need neither NumPy nor the core."""
+    if name not in __all__:
+        raise AttributeError(f"module 'bpsx' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module("bpsx._core" if name == "Handle" else "bpsx.api"), name)
+    return value

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from types import FrameType
 
 from bpsx.config import Config
 from bpsx.errors import BpsxError
 from bpsx.logs import configure
-from bpsx.rendezvous.hub import Hub
+from bpsx.rendezvous.hub import Hub, Interrupted
 
 
 def main() -> int:
@@ -20,8 +22,16 @@ def main() -> int:
     except BpsxError as e:
         print(f"bpsx scheduler: {e}", file=sys.stderr)
         return 2
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _interrupt)
     hub.announce()
     return hub.run()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    # A second signal ends at once.
+    signal.signal(number, signal.SIG_DFL)
+    raise Interrupted(signal.Signals(number).name)
 
 
 if __name__ == "__main__":

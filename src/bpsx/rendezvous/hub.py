@@ -27,6 +27,10 @@ REPORT_EVERY = 10.0
 GRACE = 5.0
 
 
+class Interrupted(Exception):
+    """A signal asks the scheduler to end; raised by its handler."""
+
+
 class Hub:
     """One job's scheduler. :meth:`run` blocks until the job is over and returns the exit status."""
 
@@ -77,6 +81,9 @@ class Hub:
                 log.info("the job is complete: %s", names(self._members.present()))
                 while self._members.state == "running":
                     self._turn(None)
+            self._farewell()
+        except Interrupted as e:
+            self._send(self._members.abort(f"the scheduler was ended by {e}"))
             self._farewell()
         finally:
             self._socket.disable_monitor()

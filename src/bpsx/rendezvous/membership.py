@@ -178,6 +178,12 @@ class Membership:
         out = self._fail(f"{node} is gone: {why}") if self.state == "running" else []
         return out + self._after_leaving(node)
 
+    def abort(self, text: str) -> list[Output]:
+        """The scheduler itself has to end."""
+        kind, field_ = ("REFUSED", "reason") if self.state == "waiting" else ("LOST", "text")
+        out = self._fail(text)
+        return [(ident, {"type": kind, field_: text}) for ident, _ in out]
+
     def _fail(self, text: str) -> list[Output]:
         """The job is over: tell everybody who is left."""
         self.state = "failed"

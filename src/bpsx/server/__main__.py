@@ -32,6 +32,7 @@ class Server:
         self._over = threading.Event()
         self._failed = threading.Event()
         self._failure = ""
+        self._joined = False
         self._lanes: list[Lane] = []
 
     def run(self) -> int:
@@ -47,6 +48,7 @@ class Server:
             warm_up.start()
             welcome = link.join("server", -1, host, [e.bind(host) for e in endpoints])
             warm_up.join()
+            self._joined = True
             threads = self._start_lanes(endpoints, welcome)
             link.start(self._handle, lost=self._lost, tick=lambda: None)
             self._wait()
@@ -89,7 +91,9 @@ class Server:
             log.log(level, "lane %d: %s", i, ", ".join(f"{k} {v}" for k, v in counters.items()))
 
     def interrupt(self, signum: int) -> None:
-        """End because of a signal: the job fails, and says why."""
+        """End because of a signal: the job fails, and says why. Before it has begun nobody has to be told."""
+        if not self._joined:
+            raise SystemExit(128 + signum)
         self._lost(f"ended by {signal.Signals(signum).name}")
         self._over.set()
 

@@ -320,6 +320,7 @@ cdef void run(CLane *lane) noexcept nogil:
     while not atomic_load(&lane.stopping):
         if atomic_load(&lane.news):
             notice_gone(lane)
+            flush_all(lane)
         if turn(lane):
             flush_all(lane)
             idle_since = 0

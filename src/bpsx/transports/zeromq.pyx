@@ -342,7 +342,7 @@ cdef class ZeroMQEndpoint:
         self.closed = True
         if self.monitor_socket is not None:
             self.socket.disable_monitor()
-            self.monitor_socket = None
+            self.monitor_socket.close(0)
         self.socket.close(0)
         self.context.term()
 

@@ -1,0 +1,52 @@
+"""``python -m bench``: list the benchmarks; ``python -m bench NAME``: run one."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from bench import machine
+from bench.report import BenchError, as_json, as_table
+
+#: Name -> what it measures. A benchmark is a module with ``add_arguments(parser)`` and ``run(options) -> list[Case]``.
+BENCHES = {
+    "push_pull": "rate, latency, spin, idle and steady state of a job of 2 workers; against gloo's all_reduce and the transport's walls",
+    "sum": "the servers' kernels; against numpy.add and against float32; time to load them",
+    "demo": "step time of examples/pytorch/digits.py; against DistributedDataParallel with gloo",
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks of bpsx against peers in the same run.")
+    names = parser.add_subparsers(dest="bench", metavar="NAME")
+    for name, about in BENCHES.items():
+        module = importlib.import_module(f"bench.{name}")
+        one = names.add_parser(name, help=about, description=about)
+        one.add_argument("--json", action="store_true", help="one JSON object on standard output; the table goes to standard error")
+        one.add_argument("--quick", action="store_true", help="fewer repetitions: to see that it runs, not to quote")
+        module.add_arguments(one)
+        one.set_defaults(run=module.run)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 whatever the figures, 1 if the benchmark could not run, 2 for wrong arguments."""
+    options = _parser().parse_args(arguments)
+    if options.bench is None:
+        print("\n".join(f"{name:<10} {about}" for name, about in BENCHES.items()))
+        return 0
+    about = machine.describe()
+    try:
+        cases = options.run(options)
+    except BenchError as error:
+        print(f"bench {options.bench}: {error}", file=sys.stderr)
+        return 1
+    print(as_table(options.bench, about, cases), file=sys.stderr if options.json else sys.stdout)
+    if options.json:
+        print(as_json(options.bench, about, cases))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""Start processes that measure, and talk to them: single ones, and a whole bpsx job on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.report import BenchError
+from bpsx.config import child_environment
+
+ROOT = Path(__file__).resolve().parent.parent
+_START_SECONDS = 120.0
+_END_SECONDS = 15.0
+
+
+def progress(text: str) -> None:
+    """Tell whoever watches; standard output is kept for the result."""
+    print(f"bench: {text}", file=sys.stderr, flush=True)
+
+
+def start(module: str, environment: Mapping[str, str], *, pipes: bool = False) -> subprocess.Popen[bytes]:
+    """``python -m module`` from the repository's root. Without ``pipes`` all it prints goes to standard error."""
+    pipe = subprocess.PIPE if pipes else None
+    return subprocess.Popen([sys.executable, "-m", module], stdin=pipe or subprocess.DEVNULL, stdout=pipe or 2, cwd=ROOT,
+                            env=child_environment(**environment))
+
+
+def stop(process: subprocess.Popen[bytes], seconds: float = _END_SECONDS) -> int:
+    """Wait for the process to end by itself, else make it. Its exit status."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        progress(f"process {process.pid} ({process.args!r}) did not end; killing it")
+        process.kill()
+        return process.wait()
+
+
+class Child:
+    """A process running :func:`bench.child.serve`. Not thread-safe."""
+
+    def __init__(self, module: str, name: str, **environment: str) -> None:
+        self.name = name
+        self.process = start(module, environment, pipes=True)
+        self._buffer = b""
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def tell(self, op: str, **arguments: Any) -> None:
+        """Send a command without waiting for its answer. Raises :class:`BenchError` if the process is gone."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps({"op": op, **arguments}).encode() + b"\n")
+            self.process.stdin.flush()
+        except OSError:
+            raise BenchError(f"{self.name} has died (exit status {self.process.poll()})") from None
+
+    def answer(self, timeout: float = 120.0) -> Any:
+        """The answer to the oldest unanswered command. Raises :class:`BenchError` after ``timeout`` seconds, on an error, on death."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + timeout
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise BenchError(f"{self.name} has not answered for {timeout:.0f} s")
+            data = os.read(self.process.stdout.fileno(), 1 << 16)
+            if not data:
+                raise BenchError(f"{self.name} has died (exit status {stop(self.process)})")
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise BenchError(f"{self.name}: {answer['error']}")
+        return answer["result"]
+
+    def ask(self, op: str, *, timeout: float = 120.0, **arguments: Any) -> Any:
+        """``tell`` and ``answer``."""
+        self.tell(op, **arguments)
+        return self.answer(timeout)
+
+    def close(self) -> int:
+        """Let it quit, and wait. Its exit status. May be called twice."""
+        with contextlib.suppress(BenchError, ValueError):
+            self.tell("quit")
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        return stop(self.process)
+
+
+def ask_all(children: Iterable[Child], op: str, *, timeout: float = 120.0, **arguments: Any) -> list[Any]:
+    """The same command to all at once; their answers in order."""
+    group = list(children)
+    for child in group:
+        child.tell(op, **arguments)
+    return [child.answer(timeout) for child in group]
+
+
+@contextlib.contextmanager
+def closing_all(children: Iterable[Child]) -> Iterator[list[Child]]:
+    """The children, closed at the end: all are told before any is waited for, since peers may leave together only."""
+    group: list[Child] = []
+    try:
+        for child in children:
+            group.append(child)
+        yield group
+    finally:
+        for child in group:
+            with contextlib.suppress(BenchError, ValueError):
+                child.tell("quit")
+        for child in group:
+            status = child.close()
+            if status:
+                progress(f"{child.name} ended with status {status}")
+
+
+class Job:
+    """A bpsx job on this machine: a scheduler, servers, and workers that run :mod:`bench.worker`. A context manager."""
+
+    def __init__(self, workers: int = 2, servers: int = 1, transport: str | None = None) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="bpsx-bench-")
+        self._stack = contextlib.ExitStack()
+        self._common = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NODE_HOST": "127.0.0.1", "DMLC_NUM_WORKER": str(workers),
+                        "DMLC_NUM_SERVER": str(servers), "BYTEPS_FORCE_DISTRIBUTED": "1"}
+        if transport is not None:
+            self._common["DMLC_ENABLE_RDMA"] = transport
+        self._counts = workers, servers
+        self.workers: list[Child] = []
+        self.servers: list[subprocess.Popen[bytes]] = []
+        self.scheduler: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Job:
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        self._folder.cleanup()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process numbers by role and index."""
+        assert self.scheduler is not None
+        named = {"scheduler": self.scheduler.pid, **{f"server {i}": p.pid for i, p in enumerate(self.servers)}}
+        return {**named, **{w.name: w.pid for w in self.workers}}
+
+    def ask(self, op: str, **arguments: Any) -> list[Any]:
+        """Every worker's answer to a command."""
+        return ask_all(self.workers, op, **arguments)
+
+    def _start(self) -> None:
+        workers, servers = self._counts
+        port_file = Path(self._folder.name) / "port"
+        self.scheduler = self._role("bpsx.rendezvous", "scheduler", DMLC_PS_ROOT_PORT="0", BPSX_PORT_FILE=str(port_file))
+        self._common["DMLC_PS_ROOT_PORT"] = str(_port(port_file, self.scheduler))
+        self.servers = [self._role("bpsx.server", "server") for _ in range(servers)]
+        environments = [{**self._common, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": str(i)} for i in range(workers)]
+        made = (Child("bench.worker", f"worker {i}", **environment) for i, environment in enumerate(environments))
+        self.workers = self._stack.enter_context(closing_all(made))
+        self.ask("init", timeout=_START_SECONDS)
+
+    def _role(self, module: str, role: str, **environment: str) -> subprocess.Popen[bytes]:
+        process = start(module, {"DMLC_ROLE": role, **self._common, **environment})
+        self._stack.callback(_end_role, role, process)
+        return process
+
+
+def _end_role(role: str, process: subprocess.Popen[bytes]) -> None:
+    status = stop(process)
+    if status:
+        progress(f"{role} ended with status {status}")
+
+
+def _port(file: Path, scheduler: subprocess.Popen[bytes]) -> int:
+    """The port that the scheduler has taken, once it says so."""
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        if file.exists():
+            return int(file.read_text())
+        if scheduler.poll() is not None:
+            raise BenchError(f"the scheduler ended with status {scheduler.returncode} instead of listening")
+        time.sleep(0.02)
+    raise BenchError(f"the scheduler has not listened within {_START_SECONDS:.0f} s")

@@ -1,0 +1,59 @@
+"""The peers that bpsx is measured against, and the walls that bound it: processes driven from here."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.jobs import Child, ask_all, closing_all
+
+
+@contextlib.contextmanager
+def gloo(size: int = 2) -> Iterator[list[Child]]:
+    """The gloo job. Between commands its processes block in a read, so that it may stay up while bpsx is measured."""
+    quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    made = (Child("bench.gloo_peer", f"gloo {i}", **quiet) for i in range(size))
+    with tempfile.TemporaryDirectory(prefix="bpsx-bench-") as folder, closing_all(made) as group:
+        store = str(Path(folder) / "store")
+        for rank, child in enumerate(group):
+            child.tell("init", store=store, rank=rank, size=size)
+        for child in group:
+            child.answer()
+        yield group
+
+
+@contextlib.contextmanager
+def walls() -> Iterator[tuple[Child, Child]]:
+    """Two processes of :mod:`bench.wall_peer`: one serves, the other measures."""
+    with closing_all(Child("bench.wall_peer", f"wall {i}") for i in range(2)) as (server, client):
+        yield server, client
+
+
+def echo(server: Child, client: Child, size: int, flight: int, count: int) -> list[float]:
+    """Seconds per message there and back of a bare ZeroMQ echo: ``flight`` messages of ``size`` bytes on the way at a time."""
+    port = server.ask("echo_bind")
+    server.tell("echo")
+    seconds = client.ask("echo_client", port=port, size=size, flight=flight, count=count)
+    server.answer()
+    return [float(s) for s in seconds]
+
+
+def tcp_rate(server: Child, client: Child, seconds: float) -> float:
+    """Bytes per second, one way, through a plain socket on loopback, written 1 MiB at a time."""
+    port = server.ask("tcp_bind")
+    server.tell("tcp_receive")
+    client.ask("tcp_send", port=port, seconds=seconds)
+    return float(server.answer())
+
+
+def memcpy_rate(client: Child, size: int, count: int) -> float:
+    """Bytes per second of copying ``size`` bytes, one core, between buffers that no cache holds."""
+    return float(client.ask("memcpy", size=size, count=count))
+
+
+def slowest(children: list[Child], op: str, **arguments: Any) -> list[float]:
+    """Per call the longer of the children's seconds."""
+    return [max(both) for both in zip(*ask_all(children, op, **arguments))]

@@ -1,0 +1,209 @@
+"""``bench push_pull``: a job of two workers against gloo's all_reduce with two processes, and against what ZeroMQ and TCP can do."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+
+from bench import machine, peers
+from bench.jobs import Child, Job, ask_all, progress
+from bench.report import BenchError, Case, median_case
+
+WORKERS = 2
+_PARTITION = 4_096_000
+_OURS = 32 * _PARTITION
+_GLOO = 128 << 20
+_SMALL = 4096
+_LOOKS = 9
+CASES = ("rate", "tiny", "latency", "spin", "idle", "steady", "walls")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured. ``turns``: how often ours and the peer's take turns; the rest is per turn or in all."""
+
+    turns: int = 12
+    rounds: int = 4
+    tiny_rounds: int = 10
+    calls: int = 200
+    idle_seconds: float = 10.0
+    steps_before: int = 1000
+    steps: int = 10_000
+    wall_turns: int = 3
+    wall_messages: int = 200
+
+
+QUICK = Plan(turns=3, rounds=2, tiny_rounds=4, calls=100, idle_seconds=2.0, steps_before=200, steps=1000, wall_turns=1, wall_messages=100)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--servers", type=int, default=1, help="server processes (default: 1)")
+    parser.add_argument("--transport", help="value of DMLC_ENABLE_RDMA for the job (default: the environment's)")
+    parser.add_argument("--only", default=",".join(CASES), help="cases to run, with commas between (default: %(default)s)")
+
+
+def run(options: argparse.Namespace) -> list[Case]:
+    """All cases. Raises :class:`BenchError` if one cannot run."""
+    wanted = set(options.only.split(","))
+    if unknown := wanted - set(CASES):
+        raise BenchError(f"--only: no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    plan = QUICK if options.quick else Plan()
+    with Job(WORKERS, options.servers, options.transport) as job, peers.gloo(WORKERS) as gloo:
+        samples = Turns(job, gloo, wanted, plan).run()
+        cases = speed(samples, wanted)
+        if "idle" in wanted:
+            cases += idle(job, plan)
+    if "steady" in wanted:
+        # A job of its own: freed memory that malloc has kept from the large rounds would hide a leak.
+        with Job(WORKERS, options.servers, options.transport) as job:
+            cases += steady(job, plan)
+    if "walls" in wanted:
+        cases += walls(plan, cases)
+    return cases
+
+
+class Turns:
+    """Ours and the peer's in turn (A B A B ...), so that a slow minute of the machine hits both."""
+
+    def __init__(self, job: Job, gloo: list[Child], wanted: set[str], plan: Plan) -> None:
+        self.job, self.gloo, self.wanted, self.plan = job, gloo, wanted, plan
+        #: seconds per call or round, all turns
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+
+    def run(self) -> dict[str, list[float]]:
+        """Seconds by what was measured."""
+        if self.wanted & {"rate", "spin"}:
+            peers.slowest(self.job.workers, "many", kind="rate", rounds=1)
+            if not all(self.job.ask("check", kind="rate")):
+                raise BenchError("push_pull gave wrong sums")
+        for turn in range(self.plan.turns):
+            progress(f"turn {turn + 1} of {self.plan.turns}")
+            if self.wanted & {"rate", "spin"}:
+                self._rate()
+            if "spin" in self.wanted:
+                self._spin()
+            if self.wanted & {"tiny", "latency"}:
+                self._small()
+        return self.seconds
+
+    def _rate(self) -> None:
+        self.seconds["rate"] += peers.slowest(self.job.workers, "many", kind="rate", rounds=self.plan.rounds)
+        self.seconds["gloo rate"] += peers.slowest(self.gloo, "all_reduce", nbytes=_GLOO, calls=self.plan.rounds)
+
+    def _spin(self) -> None:
+        first = self.job.workers[0]
+        first.ask("spin", on=True)
+        self.seconds["spin"] += peers.slowest(self.job.workers, "many", kind="rate", rounds=self.plan.rounds)
+        first.ask("spin", on=False)
+
+    def _small(self) -> None:
+        calls = self.plan.calls
+        gloo = ask_all(self.gloo, "all_reduce", nbytes=_SMALL, calls=calls, warm=20)
+        self.seconds["gloo latency"].append(max(map(statistics.median, gloo)))
+        if "latency" in self.wanted:
+            ours = self.job.ask("one", calls=calls)
+            self.seconds["latency"].append(max(map(statistics.median, ours)))
+        if "tiny" in self.wanted:
+            self.seconds["tiny"] += peers.slowest(self.job.workers, "many", kind="tiny", rounds=self.plan.tiny_rounds)
+
+
+def speed(seconds: dict[str, list[float]], wanted: set[str]) -> list[Case]:
+    """The cases that have gloo or ourselves for a peer."""
+    cases = []
+    rate = _rates(seconds["rate"], _OURS)
+    if "rate" in wanted:
+        gloo = statistics.median(_rates(seconds["gloo rate"], _GLOO))
+        cases.append(median_case("rate", rate, "GB/s", peer=gloo, target=">= 0.70",
+                                 note="per worker, 32 x 4,096,000 B in flight; gloo all_reduce of 128 MiB"))
+    gloo_us = 1e6 * statistics.median(seconds["gloo latency"] or [0.0])
+    if "tiny" in wanted:
+        cases.append(median_case("tiny", [1e3 * s for s in seconds["tiny"]], "ms", peer=gloo_us, target="<= 0.10",
+                                 note="round of 1000 x 4 KiB; 1000 x gloo's 4 KiB latency"))
+    if "latency" in wanted:
+        cases.append(median_case("latency", [1e6 * s for s in seconds["latency"]], "us", peer=gloo_us, target="<= 0.6",
+                                 note="one push_pull of 4 KiB, medians by turn; gloo all_reduce of 4 KiB"))
+    if "spin" in wanted:
+        # The thread takes one core; what is left of a pair is half, and of more cores more.
+        cases.append(median_case("spin", _rates(seconds["spin"], _OURS), "GB/s", peer=statistics.median(rate), target=">= 0.50",
+                                 note="rate with a spinning Python thread in worker 0; rate without. It takes 1 of 2 cores: 0.5 is left"))
+    return cases
+
+
+def _rates(seconds: list[float], nbytes: int) -> list[float]:
+    return [nbytes / s / 1e9 for s in seconds]
+
+
+def idle(job: Job, plan: Plan) -> list[Case]:
+    """Processor time of a job that does nothing."""
+    progress(f"idle for {plan.idle_seconds:.0f} s")
+    time.sleep(0.5)  # let threads that still yield after their last work go to sleep
+    started = time.monotonic()
+    before = {name: machine.cpu_seconds(pid) for name, pid in job.pids.items()}
+    time.sleep(plan.idle_seconds)
+    spent = {name: machine.cpu_seconds(pid) - before[name] for name, pid in job.pids.items()}
+    seconds = time.monotonic() - started
+    share = {name: 100 * cpu / seconds for name, cpu in spent.items()}
+    worst = max(share, key=lambda name: share[name])
+    whole = sum(share.values())
+    return [Case("idle", whole, "% core", peer=1.0, target="< 1", samples=(whole,),
+                 note="all processes of the job together; 1 % of a core"),
+            Case("idle-worst", share[worst], "% core", peer=1.0, samples=tuple(share.values()), note=f"the busiest: {worst}")]
+
+
+def steady(job: Job, plan: Plan) -> list[Case]:
+    """Growth of resident memory while the same tensors are summed again and again. The samples show its course in the worst process."""
+    progress(f"{plan.steps} steps of 1 x 1 MiB + 20 x 4 KiB")
+    pids = {name: pid for name, pid in job.pids.items() if name != "scheduler"}
+    job.ask("steps", count=plan.steps_before)
+    course = {name: [machine.rss_bytes(pid)] for name, pid in pids.items()}
+    for _ in range(_LOOKS):
+        job.ask("steps", count=(plan.steps - plan.steps_before) // _LOOKS, timeout=300.0)
+        for name, pid in pids.items():
+            course[name].append(machine.rss_bytes(pid))
+    growth = {name: [100 * (rss / course[name][0] - 1) for rss in course[name][1:]] for name in pids}
+    worst = max(growth, key=lambda name: growth[name][-1])
+    whole, late = growth[worst][-1], 100 * (course[worst][-1] / course[worst][_LOOKS // 2] - 1)
+    return [Case("steady", whole, "%", target="<= 2", samples=growth[worst],
+                 note=f"growth of RSS from step {plan.steps_before} to {plan.steps}, worst of workers and servers: {worst} "
+                      f"from {course[worst][0] / 2**20:.1f} MiB"),
+            Case("steady-late", late, "%", samples=(late,),
+                 note="of this in the second half: a leak goes on, a heap that finds its size does not")]
+
+
+def walls(plan: Plan, cases: list[Case]) -> list[Case]:
+    """What bounds the cases, and rows that set our figures against it."""
+    progress("walls: bare ZeroMQ echo, TCP, memcpy")
+    large, small, tcp, copy = [], [], [], []
+    with peers.walls() as (server, client):
+        for _ in range(plan.wall_turns):
+            times = peers.echo(server, client, _PARTITION, 8, plan.wall_messages)
+            large.append(_PARTITION * len(times) / sum(times) / 1e9)
+            small.append(1e6 * statistics.median(peers.echo(server, client, _SMALL, 1, 10 * plan.wall_messages)))
+            tcp.append(peers.tcp_rate(server, client, 1.0) / 1e9)
+            copy.append(peers.memcpy_rate(client, _PARTITION, 2 * plan.wall_messages) / 1e9)
+    rows = [median_case("wall-echo", large, "GB/s", note="bare ZeroMQ echo of 4,096,000 B, 8 in flight, each way"),
+            median_case("wall-echo-latency", small, "us", note="bare ZeroMQ echo of 4 KiB from Python"),
+            median_case("wall-tcp", tcp, "GB/s", note="plain socket on loopback, one way, 1 MiB writes"),
+            median_case("wall-memcpy", copy, "GB/s", note="4,096,000 B, one core, out of cache")]
+    return rows + _fractions({case.case: case for case in cases + rows})
+
+
+def _fractions(by_name: dict[str, Case]) -> list[Case]:
+    """How near our figures come to the walls."""
+    rows = []
+    if "rate" in by_name:
+        rate = by_name["rate"].value
+        echo = by_name["wall-echo"].value / WORKERS
+        tcp = by_name["wall-tcp"].value / (2 * WORKERS)
+        rows += [Case("rate-of-echo", rate, "GB/s", peer=echo, samples=(rate,),
+                      note=f"rate; wall-echo / {WORKERS}: the workers share what a server can echo"),
+                 Case("rate-of-tcp", rate, "GB/s", peer=tcp, samples=(rate,),
+                      note=f"rate; wall-tcp / {2 * WORKERS}: each worker's bytes pass the loopback there and back")]
+    if "latency" in by_name:
+        latency = by_name["latency"].value
+        rows.append(Case("latency-of-echo", latency, "us", peer=by_name["wall-echo-latency"].value, samples=(latency,),
+                         note="latency; wall-echo-latency"))
+    return rows

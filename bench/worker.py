@@ -1,0 +1,97 @@
+"""A bpsx worker of a benchmark job: measures push_pulls when told to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import cache
+
+import numpy as np
+
+import bpsx
+from bench.child import serve
+
+_MANY = {"rate": (32, 4_096_000), "tiny": (1000, 4096)}
+_stop_spinning: threading.Event | None = None
+
+
+def init() -> int:
+    bpsx.init()
+    return int(bpsx.rank())
+
+
+@cache
+def _arrays(kind: str, count: int, nbytes: int) -> tuple[list[str], list[np.ndarray], list[np.ndarray]]:
+    """Names, inputs and outputs, allocated and touched once: a training script's gradients stay where they are, too."""
+    names = [f"bench.{kind}.{i}" for i in range(count)]
+    inputs = [np.full(nbytes // 4, bpsx.rank() + 1 + i % 7, np.float32) for i in range(count)]
+    return names, inputs, [np.zeros_like(a) for a in inputs]
+
+
+def _round(names: list[str], inputs: list[np.ndarray], outputs: list[np.ndarray]) -> None:
+    handles = [bpsx.push_pull_async(a, name=n, output=o) for n, a, o in zip(names, inputs, outputs)]
+    for handle in handles:
+        bpsx.synchronize(handle)
+
+
+def many(kind: str, rounds: int, warm: int = 1) -> list[float]:
+    """Seconds of each round in which all tensors of that kind are in flight together."""
+    names, inputs, outputs = _arrays(kind, *_MANY[kind])
+    for _ in range(warm):
+        _round(names, inputs, outputs)
+    bpsx.barrier()
+    samples = []
+    for _ in range(rounds):
+        before = time.perf_counter()
+        _round(names, inputs, outputs)
+        samples.append(time.perf_counter() - before)
+    return samples
+
+
+def check(kind: str) -> bool:
+    """Whether the outputs of the last round are the averages. A fast wrong sum would be a fine figure."""
+    _, inputs, outputs = _arrays(kind, *_MANY[kind])
+    lead = (bpsx.size() - 1) / 2 - bpsx.rank()
+    return all(np.array_equal(o, a + np.float32(lead)) for a, o in zip(inputs, outputs))
+
+
+def one(calls: int, nbytes: int = 4096, warm: int = 20) -> list[float]:
+    """Seconds of each synchronous push_pull, alone."""
+    (name,), (array,), (output,) = _arrays("one", 1, nbytes)
+    for _ in range(warm):
+        bpsx.push_pull(array, name=name, output=output)
+    bpsx.barrier()
+    samples = []
+    for _ in range(calls):
+        before = time.perf_counter()
+        bpsx.push_pull(array, name=name, output=output)
+        samples.append(time.perf_counter() - before)
+    return samples
+
+
+def steps(count: int) -> None:
+    """That many training steps' worth of traffic: a large tensor and twenty small ones."""
+    large, small = _arrays("large", 1, 1 << 20), _arrays("small", 20, 4096)
+    for _ in range(count):
+        _round(large[0] + small[0], large[1] + small[1], large[2] + small[2])
+
+
+def spin(on: bool) -> None:
+    """Start or stop a Python thread that never gives up the GIL by itself."""
+    global _stop_spinning
+    if _stop_spinning is not None:
+        _stop_spinning.set()
+        _stop_spinning = None
+    if on:
+        _stop_spinning = threading.Event()
+        threading.Thread(target=_spin, args=(_stop_spinning,), daemon=True).start()
+
+
+def _spin(stop: threading.Event) -> None:
+    while not stop.is_set():
+        pass
+
+
+if __name__ == "__main__":
+    serve({"init": init, "many": many, "check": check, "one": one, "steps": steps, "spin": spin})
+    bpsx.shutdown()

@@ -1,0 +1,290 @@
+"""A whole job on this machine: scheduler, servers and workers as children, until all of them have ended.
+
+One thread waits for everything at once (output, ended children, signals, deadlines). Children lead sessions of their own, so
+that a signal reaches what they started, too, and the terminal's Ctrl-C comes from here only. An ended child is not reaped before the
+end of the job: until then its id belongs to it, and no signal can hit a stranger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from bpsx.config import Config, child_environment
+from bpsx.launch.output import Pump
+from bpsx.launch.roles import MODULES, Plan, cannot_run, child_setup, heeded, module_command
+
+#: How often the scheduler's port file is looked for. It is there before one could notice, and watching a folder is not portable.
+_LOOK = 0.01
+#: How long output stays open for what ended children have left behind, such as a resource tracker that tidies up.
+_LINGER = 2.0
+
+
+@dataclass(eq=False)
+class _Child:
+    """A started process. ``status`` is None while it runs, then its exit status or 128 + the signal that killed it."""
+
+    name: str
+    role: str
+    process: subprocess.Popen[bytes]
+    status: int | None = None
+    killed: bool = False
+    overdue: str = ""
+
+    def look(self) -> bool:
+        """Whether it has ended since the last look. Does not reap."""
+        if self.status is not None:
+            return False
+        found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return False
+        self.killed = found.si_code != os.CLD_EXITED
+        self.status = found.si_status + (128 if self.killed else 0)
+        return True
+
+    def send(self, number: int) -> None:
+        """Signal it and what it started, which may have outlived it."""
+        if self.process.returncode is None:  # not reaped
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, number)
+
+    def story(self) -> str:
+        """How it ended."""
+        assert self.status is not None
+        how = f"was killed by {_name(self.status - 128)}" if self.killed else f"exited with status {self.status}"
+        return f"{self.name} {self.overdue}{how}"
+
+
+class Ending:
+    """Which signal children that should be ending get, and when: SIGTERM after ``grace`` s, SIGKILL ``kill_after`` s later. Pure."""
+
+    def __init__(self, grace: float, kill_after: float) -> None:
+        self._grace = grace
+        self._kill_after = kill_after
+        self._signal = signal.SIGTERM
+        self.due: float | None = None
+        self._begun = False
+
+    def begin(self, now: float, at_once: bool = False) -> None:
+        """Start the clock, unless it runs; ``at_once``: without grace."""
+        if not self._begun or (at_once and self._signal is signal.SIGTERM):
+            self.due = now + (0 if at_once else self._grace)
+        self._begun = True
+
+    def take(self, now: float) -> signal.Signals | None:
+        """The signal that is due, once."""
+        if self.due is None or now < self.due:
+            return None
+        number = self._signal
+        self.due = now + self._kill_after if number is signal.SIGTERM else None
+        self._signal = signal.SIGKILL
+        return number
+
+
+class Job:
+    """Runs a :class:`Plan`, once. ``commands`` replaces the commands of scheduler and server. For the main thread."""
+
+    def __init__(self, plan: Plan, commands: Mapping[str, Sequence[str]] | None = None) -> None:
+        self._plan = plan
+        own = commands or {role: module_command(role) for role in MODULES}
+        self._commands: dict[str, Sequence[str]] = {**own, "worker": plan.command}
+        self._children: list[_Child] = []
+        self._ended: list[_Child] = []
+        self._ending = Ending(plan.grace, plan.kill_after)
+        self._stop: list[int] = []  # signals that told us to stop
+        self._trouble: tuple[str, int] | None = None  # what went wrong here, and the exit status for it
+
+    def run(self) -> int:
+        """Run the job to its end. Returns the largest exit status; raises ConfigError before anything is started."""
+        self._plan.check()
+        self._setup = child_setup(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        with _signals(self._on_signal) as wake:
+            self._pump = Pump(wake, child_environment())
+            try:
+                self._start_all()
+                while any(child.status is None for child in self._children):
+                    self._step()
+                self._settle()
+            finally:
+                self._sweep()
+        return self._status()
+
+    # Starting
+
+    def _start_all(self) -> None:
+        name = self._plan.command[0]
+        if shutil.which(name) is None:  # found out now, before the others have been started for nothing
+            code = errno.EACCES if "/" in name and os.path.exists(name) else errno.ENOENT
+            return self._give_up(*cannot_run(self._plan.command, OSError(code, os.strerror(code))))
+        port = self._plan.port
+        if self._plan.servers:
+            port = self._start_scheduler()
+        started = [("server", i) for i in range(self._plan.servers)] + [("worker", i) for i in range(self._plan.workers)]
+        for role, index in started:
+            if not (self._stop or self._trouble):
+                self._start(f"{role} {index}", role, self._plan.environment(role, index, port))
+        return None
+
+    def _start_scheduler(self) -> int:
+        """Start it and return the port on which it listens."""
+        environment = self._plan.environment("scheduler", 0, self._plan.port)
+        if self._plan.port:
+            self._start("scheduler", "scheduler", environment)
+            return self._plan.port
+        with tempfile.TemporaryDirectory(prefix="bpsx-run-") as folder:  # private to the user; gone once the port is known
+            file = Path(folder, "port")
+            self._start("scheduler", "scheduler", {**environment, "BPSX_PORT_FILE": str(file)})
+            return self._await_port(file, Config(environment).rendezvous_timeout)
+
+    def _await_port(self, file: Path, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while not (self._stop or self._trouble):
+            if file.exists():  # renamed into place, so it is complete
+                return int(file.read_text())
+            if self._ended:
+                self._give_up(f"{self._ended[0].story()} before it listened", self._ended[0].status or 1)
+            elif time.monotonic() >= deadline:
+                self._give_up(f"the scheduler did not listen within {timeout:g} s (BPSX_RENDEZVOUS_TIMEOUT)")
+            else:
+                self._step(_LOOK)
+        return 0
+
+    def _start(self, name: str, role: str, environment: dict[str, str]) -> None:
+        command = self._commands[role]
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, heeded())
+        try:
+            process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+                start_new_session=True, preexec_fn=self._setup)
+            self._children.append(_Child(name, role, process))
+        except OSError as error:
+            return self._give_up(*cannot_run(command, error))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        assert process.stdout and process.stderr
+        for target, pipe in ((1, process.stdout), (2, process.stderr)):
+            self._pump.add(os.dup(pipe.fileno()), target, name, role)
+            pipe.close()
+        return None
+
+    # Running
+
+    def _step(self, longest: float | None = None) -> None:
+        """Wait for anything to happen, at most ``longest`` seconds, and deal with it."""
+        due = self._ending.due
+        waits = [w for w in (longest, None if due is None else max(0.0, due - time.monotonic())) if w is not None]
+        self._pump.step(min(waits, default=None))
+        self._look(time.monotonic())
+        self._escalate(time.monotonic())
+
+    def _look(self, now: float) -> None:
+        ended = [child for child in self._children if child.look()]
+        # Whoever ended in the same instant: a worker is more likely the cause.
+        self._ended += sorted(ended, key=lambda child: child.role != "worker")
+        done = self._complete() and all(child.status is not None for child in self._children if child.role == "worker")
+        if self._stop or done or any(child.status for child in ended):
+            self._ending.begin(now)
+
+    def _complete(self) -> bool:
+        """Whether all workers have been started."""
+        return sum(child.role == "worker" for child in self._children) == self._plan.workers
+
+    def _escalate(self, now: float) -> None:
+        number = self._ending.take(now)
+        if number is None:
+            return
+        for child in self._children:
+            child.send(number)
+            if child.status is None and not child.overdue:
+                child.overdue = f"was still running after the grace time ({self._plan.grace:g} s), got {number.name} and "
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        """Pass a signal on at once: the loop may be in the middle of something."""
+        kill = number == signal.SIGINT and number in self._stop
+        for child in self._children:
+            child.send(signal.SIGKILL if kill else number)
+        self._stop.append(number)
+
+    def _give_up(self, text: str, status: int = 1) -> None:
+        self._trouble = self._trouble or (text, status)
+        self._ending.begin(time.monotonic(), at_once=True)
+
+    # Ending
+
+    def _settle(self) -> None:
+        """Write out what the ended children have said, end what they left behind, and say what failed."""
+        until = time.monotonic() + _LINGER
+        while self._pump.sources and (left := until - time.monotonic()) > 0:
+            self._pump.step(left)
+        for child in self._children:
+            child.send(signal.SIGKILL)
+        self._pump.close()
+        if self._status():
+            self._pump.say(self._report())
+        until = time.monotonic() + _LINGER
+        while not (self._pump.written or (self._stop and time.monotonic() >= until)):
+            self._pump.step(_LINGER)
+
+    def _sweep(self) -> None:
+        """Leave nothing running, whatever happened."""
+        for child in self._children:
+            child.send(signal.SIGKILL)
+        for child in self._children:
+            child.process.wait()
+        self._pump.close()
+
+    def _status(self) -> int:
+        if self._trouble:
+            return self._trouble[1]
+        worst = max((child.status or 0 for child in self._children), default=0)
+        if self._stop and not (self._complete() and self._pump.written):
+            return max(worst, 128 + self._stop[0])
+        return worst or int(any(child.overdue for child in self._children))
+
+    def _report(self) -> str:
+        """What failed, first things first."""
+        if self._trouble:
+            return self._trouble[0]
+        parts = [child.story() for child in self._ended if child.status or child.overdue]
+        if self._stop:
+            parts.insert(0, f"told to stop by {_name(self._stop[0])}")
+        elif all(child.overdue and child.role != "worker" for child in self._children if child.status or child.overdue):
+            parts.append("all workers had ended well: does the command call bpsx.init()?")
+        return "; ".join(parts)
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have none
+        return f"signal {number}"
+
+
+@contextlib.contextmanager
+def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[int]:
+    """Have ``handler`` called for the signals that end a job. Yields a descriptor to wait on: readable after these and after SIGCHLD."""
+    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    replaced = {number: signal.signal(number, handler) for number in heeded()}
+    # Not ignored either, as inherited from some callers: the kernel would throw exit statuses away.
+    replaced[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, replaced)
+    try:
+        yield reading
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, old in replaced.items():
+            signal.signal(number, old)
+        signal.set_wakeup_fd(before)
+        os.close(reading)
+        os.close(writing)

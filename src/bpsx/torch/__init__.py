@@ -1,0 +1,40 @@
+"""bpsx for PyTorch: ``import bpsx.torch as bps``.
+
+BytePS's names and arguments: a script for ``byteps.torch`` runs with the import changed. CPU tensors; gradients leave during backward.
+"""
+
+from __future__ import annotations
+
+try:
+    import torch as _torch
+except ModuleNotFoundError as _error:
+    if _error.name != "torch":
+        raise
+    raise ImportError("bpsx.torch needs PyTorch 2.1 or newer: pip install torch (or: pip install 'bpsx[torch]')", name="torch") from None
+if not hasattr(_torch.Tensor, "register_post_accumulate_grad_hook"):
+    raise ImportError(f"bpsx.torch needs PyTorch 2.1 or newer, this is {_torch.__version__}: pip install --upgrade torch", name="torch")
+
+from bpsx.api import barrier, get_pushpull_speed, init, local_rank, local_size, rank, shutdown, size  # noqa: E402
+from bpsx.torch.broadcast import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
+from bpsx.torch.compression import Compression  # noqa: E402
+from bpsx.torch.exchange import GradientOrderError  # noqa: E402
+from bpsx.torch.ops import (  # noqa: E402
+    UnsupportedTensor,
+    declare,
+    poll,
+    push_pull,
+    push_pull_async,
+    push_pull_async_inplace,
+    push_pull_inplace,
+    synchronize,
+)
+from bpsx.torch.optimizer import DistributedOptimizer  # noqa: E402
+
+#: BytePS's name for it.
+byteps_push_pull = push_pull_async_inplace
+
+__all__ = [
+    "Compression", "DistributedOptimizer", "GradientOrderError", "UnsupportedTensor", "barrier", "broadcast_optimizer_state",
+    "broadcast_parameters", "byteps_push_pull", "declare", "get_pushpull_speed", "init", "local_rank", "local_size", "poll", "push_pull",
+    "push_pull_async", "push_pull_async_inplace", "push_pull_inplace", "rank", "shutdown", "size", "synchronize",
+]

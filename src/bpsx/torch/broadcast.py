@@ -1,0 +1,216 @@
+"""Making all workers start from one worker's weights and optimizer state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from bpsx import _adapter
+from bpsx._adapter import TensorView
+from bpsx.dtypes import BY_NAME
+from bpsx.errors import BpsxError, ConfigError
+from bpsx.torch.ops import Handle, check_tensor, check_writable, dtype_name, is_plain, mark_written, plain_copy, view_of
+
+
+class StateError(BpsxError, ValueError):
+    """An optimizer's state cannot be broadcast, or does not fit this worker's optimizer."""
+
+
+def broadcast_parameters(params: Any, root_rank: int, prefix: str = "Parameter.") -> None:
+    """Overwrite tensors on all workers with what they hold on worker ``root_rank``, bit for bit.
+
+    ``params``: a mapping (``model.state_dict()``) or (name, tensor) pairs (``model.named_parameters()``): dense CPU tensors of any dtype.
+    All workers must give the same names, shapes and dtypes; the order does not matter. On the wire a tensor is called ``prefix + name``.
+
+    Raises :class:`~bpsx.errors.ConfigError` (not names and tensors, a name twice, no such root),
+    :class:`~bpsx.torch.UnsupportedTensor`, and what :func:`bpsx.torch.synchronize` raises.
+    """
+    pairs = _named_tensors(params)
+    _check_root(root_rank)
+    if _adapter.session().size > 1:
+        _broadcast_all(pairs, root_rank, prefix)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, prefix: str = "Parameter.") -> None:
+    """Give ``optimizer`` the state and the options (learning rate, …) of worker ``root_rank``'s, on all workers.
+
+    Afterwards ``state_dict()`` is equal everywhere, also where nothing had been stepped yet; weights and gradients are not touched. The
+    optimizers must hold the same groups of parameters. State: tensors as in :func:`broadcast_parameters`, None, bool, int, float, str, and
+    tuples, lists and dictionaries of these; anything else raises :class:`StateError` on all workers.
+
+    Raises also what :func:`broadcast_parameters` raises.
+    """
+    _check_root(root_rank)
+    ours = _adapter.session()
+    if ours.size == 1:
+        return
+    packed, problem = None, ""
+    if ours.rank == root_rank:
+        try:
+            packed = _pack(optimizer)
+        except BpsxError as e:     # the others wait for an answer: they get this one
+            problem = str(e)
+    text = json.dumps({"error": problem} if packed is None else packed.structure).encode()
+    structure = json.loads(_broadcast_bytes(text, root_rank, prefix + "optimizer"))
+    if structure.get("error"):
+        raise StateError(structure["error"])
+    tensors = packed.tensors if packed is not None else [_empty(m) for m in structure["tensors"]]
+    _broadcast_all([(f"optimizer.{m['name']}", t) for m, t in zip(structure["tensors"], tensors, strict=True)], root_rank, prefix)
+    if ours.rank != root_rank:
+        _unpack(optimizer, structure, tensors)
+
+
+def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(params, Mapping):
+        entries: Iterable[Any] = params.items()
+    elif isinstance(params, Iterable) and not isinstance(params, (str, bytes, torch.Tensor)):
+        entries = params
+    else:
+        raise ConfigError(f"broadcast_parameters: a state_dict or (name, tensor) pairs are needed, not {type(params).__name__}")
+    pairs: dict[str, torch.Tensor] = {}
+    for i, entry in enumerate(entries):
+        if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)):
+            raise ConfigError(f"broadcast_parameters: entry {i} is a {type(entry).__name__}, not a (name, tensor) pair; "
+                              "give model.state_dict() or model.named_parameters()")
+        name, tensor = entry
+        if name in pairs:
+            raise ConfigError(f"broadcast_parameters: the name {name!r} is given twice")
+        check_tensor(tensor, f"broadcast_parameters: {name!r}")
+        check_writable(tensor, f"broadcast_parameters: {name!r}")
+        pairs[name] = tensor
+    return list(pairs.items())
+
+
+def _check_root(root_rank: Any) -> None:
+    size = _adapter.session().size
+    if not isinstance(root_rank, int) or not 0 <= root_rank < size:
+        raise ConfigError(f"root_rank={root_rank!r}: allowed are 0 to {size - 1}")
+
+
+def _broadcast_all(pairs: list[tuple[str, torch.Tensor]], root: int, prefix: str) -> None:
+    """All at once; then wait for each. Where a tensor is not plain memory, a copy travels and is copied back."""
+    ours = _adapter.session()
+    under_way: list[tuple[torch.Tensor, torch.Tensor, Handle]] = []
+    for name, tensor in pairs:
+        stage = plain_copy(tensor)
+        under_way.append((tensor, stage, ours.broadcast(prefix + name, _bytes_view(stage), root)))
+    for tensor, stage, handle in under_way:
+        handle.wait()
+        if ours.rank == root:
+            continue
+        if is_plain(tensor):
+            mark_written(tensor)
+        else:
+            with torch.no_grad():
+                tensor.detach().copy_(stage)
+
+
+def _bytes_view(tensor: torch.Tensor) -> TensorView:
+    """A tensor of a dtype that cannot be summed goes as bytes, with its element size as a last dimension."""
+    dtype = dtype_name(tensor)
+    if dtype in BY_NAME:
+        return view_of(tensor, dtype)
+    size = tensor.element_size()
+    return TensorView(tensor.data_ptr(), tensor.numel() * size, "uint8", (*tensor.shape, size), tensor)
+
+
+def _broadcast_bytes(text: bytes, root: int, name: str) -> bytes:
+    """The root's ``text``: its length first, so that the others know what to expect."""
+    length = torch.tensor([len(text)], dtype=torch.int64)
+    _broadcast_all([(".length", length)], root, name)
+    is_root = _adapter.session().rank == root
+    body = torch.frombuffer(bytearray(text), dtype=torch.uint8) if is_root else torch.zeros(int(length), dtype=torch.uint8)
+    _broadcast_all([(".structure", body)], root, name)
+    return bytes(body.numpy())
+
+
+class _Packed(NamedTuple):
+    """An optimizer's state as JSON and the tensors that it refers to, in order."""
+
+    structure: dict[str, Any]
+    tensors: list[torch.Tensor]
+
+
+def _all_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _pack(optimizer: torch.optim.Optimizer) -> _Packed:
+    """Describe ``optimizer``; parameters are named by their place in the groups. Raises :class:`StateError`."""
+    index = {p: i for i, p in enumerate(_all_params(optimizer))}
+    encoder = _Encoder()
+    groups = [{k: encoder.encode(v, f"group {i}.{k}") for k, v in g.items() if k != "params"} for i, g in enumerate(optimizer.param_groups)]
+    state = []
+    for p, value in optimizer.state.items():
+        if p not in index:
+            raise StateError(f"broadcast_optimizer_state: {type(optimizer).__name__} keeps state under {type(p).__name__} {str(p)[:40]!r}, "
+                             "which is none of its parameters; only state of parameters can be broadcast")
+        state.append([index[p], encoder.encode(value, f"state {index[p]}")])
+    sizes = [len(g["params"]) for g in optimizer.param_groups]
+    return _Packed({"sizes": sizes, "groups": groups, "state": state, "tensors": encoder.described}, encoder.tensors)
+
+
+class _Encoder:
+    """Python values to JSON without losing their types; tensors are put aside."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.described: list[dict[str, Any]] = []
+
+    def encode(self, value: Any, where: str) -> Any:
+        """``value`` as JSON. ``where`` names it in errors and on the wire. Raises :class:`StateError`."""
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if isinstance(value, torch.Tensor):
+            return {"tensor": self._put_aside(value, where)}
+        if isinstance(value, (tuple, list)):
+            return {"tuple" if isinstance(value, tuple) else "list": [self.encode(v, f"{where}.{i}") for i, v in enumerate(value)]}
+        if isinstance(value, dict):
+            return {"dict": [[self.encode(k, where), self.encode(v, f"{where}.{k}")] for k, v in value.items()]}
+        if isinstance(value, (int, float, str)):        # a NumPy float64, an IntEnum
+            return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
+        raise StateError(f"broadcast_optimizer_state: {where} is a {type(value).__name__}; "
+                         "allowed are tensors, None, bool, int, float, str, and tuples, lists, dicts of these")
+
+    def _put_aside(self, tensor: torch.Tensor, where: str) -> int:
+        check_tensor(tensor, f"broadcast_optimizer_state: {where}")
+        self.tensors.append(tensor)
+        self.described.append({"name": where, "dtype": dtype_name(tensor), "shape": list(tensor.shape)})
+        return len(self.tensors) - 1
+
+
+def _decode(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The reverse of :meth:`_Encoder.encode`."""
+    if not isinstance(value, dict):
+        return value
+    (kind, body), = value.items()
+    if kind == "tensor":
+        return tensors[body]
+    if kind == "dict":
+        return {_decode(k, tensors): _decode(v, tensors) for k, v in body}
+    items = [_decode(v, tensors) for v in body]
+    return tuple(items) if kind == "tuple" else items
+
+
+def _empty(described: dict[str, Any]) -> torch.Tensor:
+    """Memory for a tensor that the root has described."""
+    return torch.zeros(described["shape"], dtype=getattr(torch, described["dtype"]))
+
+
+def _unpack(optimizer: torch.optim.Optimizer, structure: dict[str, Any], tensors: list[torch.Tensor]) -> None:
+    """Write the root's state into ``optimizer``. Not through ``load_state_dict``, which converts state to the parameters' dtype."""
+    sizes = [len(g["params"]) for g in optimizer.param_groups]
+    if sizes != structure["sizes"]:
+        raise StateError(f"broadcast_optimizer_state: the root's optimizer has groups of {structure['sizes']} parameters, "
+                         f"this worker's (rank {_adapter.session().rank}) has {sizes}")
+    params = _all_params(optimizer)
+    for group, root_group in zip(optimizer.param_groups, structure["groups"], strict=True):
+        for key in [k for k in group if k != "params" and k not in root_group]:
+            del group[key]
+        group.update({k: _decode(v, tensors) for k, v in root_group.items()})
+    optimizer.state.clear()
+    for i, value in structure["state"]:
+        optimizer.state[params[i]] = _decode(value, tensors)

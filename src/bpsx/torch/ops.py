@@ -1,0 +1,213 @@
+"""push_pull on PyTorch tensors: turns a tensor into memory that bpsx can read and write, and back."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+import torch
+
+from bpsx import _adapter
+from bpsx._adapter import TensorView
+from bpsx.dtypes import BY_NAME, dtype_named
+from bpsx.errors import BpsxError, ConfigError
+from bpsx.torch.compression import Compression, Compressor
+
+_ALLOWED = f"allowed are dense CPU tensors of {', '.join(BY_NAME)}"
+
+
+class UnsupportedTensor(BpsxError, TypeError):
+    """Not a tensor, or one whose memory bpsx cannot use: sparse, quantized, nested, on another device, or overlapping itself."""
+
+
+class Handle(Protocol):
+    """An operation under way. Thread-safe."""
+
+    def done(self) -> bool:
+        """Whether the operation has ended, well or not. Does not block."""
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """The result, once the operation has ended. Raises what made it fail."""
+
+
+class StagedHandle:
+    """A handle whose result has to be copied from a contiguous ``stage`` into the ``output`` that the user sees.
+
+    The copy is made by the first :meth:`wait` to succeed; later ones return ``output`` as it is by then. Thread-safe.
+    """
+
+    def __init__(self, inner: Handle, stage: torch.Tensor, output: torch.Tensor) -> None:
+        self._inner, self._stage, self._output = inner, stage, output
+        self._lock = threading.Lock()
+        self._copied = False
+
+    def done(self) -> bool:
+        """Whether the transfer has ended; the output is complete after :meth:`wait`."""
+        return self._inner.done()
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait, complete the output, return it. Raises what made the transfer fail."""
+        self._inner.wait(timeout)
+        with self._lock:
+            if not self._copied:
+                with torch.no_grad():
+                    self._output.detach().copy_(self._stage)
+                self._copied = True
+        return self._output
+
+
+def check_tensor(tensor: Any, what: str) -> None:
+    """Raise :class:`UnsupportedTensor` unless ``tensor`` is a dense CPU tensor. ``what`` says whose it is."""
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedTensor(f"{what}: a torch.Tensor is needed, not {type(tensor).__name__}")
+    if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
+        kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        raise UnsupportedTensor(f"{what}: {kind} tensors cannot be sent; {_ALLOWED}")
+    if tensor.device.type != "cpu":
+        raise UnsupportedTensor(f"{what}: tensors on {tensor.device} cannot be sent; {_ALLOWED}")
+
+
+def check_writable(tensor: torch.Tensor, what: str) -> None:
+    """Raise :class:`UnsupportedTensor` if elements of ``tensor`` share memory, so that it cannot hold a result."""
+    if tensor.is_contiguous():
+        return
+    reach = 0
+    for stride, length in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape) if n > 1):
+        if stride <= reach:
+            raise UnsupportedTensor(f"{what}: elements share memory (shape {tuple(tensor.shape)}, strides {tensor.stride()}, as expand() "
+                                    "makes them), so it cannot be written in place; give a clone(), or use push_pull() for a new tensor")
+        reach += stride * (length - 1)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the memory at ``data_ptr()`` is the elements, in order, with no pending negation or conjugation."""
+    return bool(tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj())
+
+
+def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` itself, detached, if it is plain, else a contiguous copy."""
+    detached = tensor.detach()
+    return detached if is_plain(detached) else detached.resolve_conj().resolve_neg().contiguous()
+
+
+def mark_written(tensor: torch.Tensor) -> None:
+    """Let autograd notice that ``tensor`` is overwritten, in case it has saved it for a backward pass."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """``float32`` and the like."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def view_of(tensor: torch.Tensor, dtype: str) -> TensorView:
+    """A plain tensor as bpsx sees it."""
+    return TensorView(tensor.data_ptr(), tensor.numel() * tensor.element_size(), dtype, tuple(tensor.shape), tensor)
+
+
+def submit(
+    source: torch.Tensor, output: torch.Tensor, name: str | None, *, average: bool, priority: int = 0, will_wait: bool = False,
+) -> Handle:
+    """Begin to sum ``source`` over all workers into ``output``, which may be the same tensor. Both are checked dense CPU tensors.
+
+    Raises :class:`~bpsx.dtypes.UnsupportedDType`, :class:`~bpsx.errors.NotInitializedError`.
+    """
+    dtype = dtype_named(dtype_name(source), f"push_pull of {name!r}" if name else "push_pull").name
+    known = name or f"push_pull.noname.{dtype}.{tuple(source.shape)}"
+    stage_in = plain_copy(source)
+    staged = not is_plain(output)
+    if staged:
+        stage_out = torch.empty(output.shape, dtype=output.dtype) if is_plain(source) else stage_in
+    else:
+        stage_out = stage_in if output is source else output.detach()
+    handle: Handle = _adapter.session().push_pull(
+        known, view_of(stage_in, dtype), view_of(stage_out, dtype), average=average, priority=priority, will_wait=will_wait, result=output)
+    return StagedHandle(handle, stage_out, output) if staged else handle
+
+
+def _checked(tensor: Any, name: str | None, version: int) -> str:
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"push_pull: name must be a string, not {type(name).__name__}")
+    if not isinstance(version, int):
+        raise ConfigError(f"push_pull: version must be an integer, not {type(version).__name__}")
+    what = f"push_pull of {name!r}" if name else "push_pull"
+    check_tensor(tensor, what)
+    return what
+
+
+def _begin(tensor: torch.Tensor, average: bool, name: str | None, version: int, priority: int, inplace: bool, will_wait: bool) -> Handle:
+    what = _checked(tensor, name, version)
+    if inplace:
+        check_writable(tensor, what)
+    output = tensor if inplace else torch.empty_like(tensor, requires_grad=False)
+    handle = submit(tensor, output, name, average=average, priority=priority, will_wait=will_wait)
+    if inplace:
+        mark_written(tensor)
+    return handle
+
+
+def push_pull_async(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0) -> Handle:
+    """Begin to sum ``tensor`` over all workers into a new tensor of its shape and dtype; :func:`synchronize` returns that.
+
+    ``tensor``: dense, on the CPU, of a dtype in :data:`bpsx.dtypes.DTYPES`, any strides, also empty or 0-dimensional. It must not change
+    until the end. Its values are taken as they are, without autograd. Workers must agree on name, shape, dtype and ``average``; without a
+    name, calls of one shape and dtype are matched in the order in which each worker makes them. ``average`` divides by ``size()``;
+    integers round down. Larger ``priority`` goes first. ``version`` is BytePS's and ignored: bpsx counts rounds itself.
+
+    Raises :class:`UnsupportedTensor` or :class:`~bpsx.dtypes.UnsupportedDType` (both are :class:`TypeError`),
+    :class:`~bpsx.errors.NotInitializedError`. Thread-safe.
+    """
+    return _begin(tensor, average, name, version, priority, inplace=False, will_wait=False)
+
+
+def push_pull_async_inplace(
+    tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
+) -> Handle:
+    """As :func:`push_pull_async`, but the result replaces ``tensor``'s values. They are complete once :func:`synchronize` has returned.
+
+    Also raises :class:`UnsupportedTensor` if elements of ``tensor`` share memory (``expand``, overlapping ``as_strided``).
+    """
+    return _begin(tensor, average, name, version, priority, inplace=True, will_wait=False)
+
+
+def push_pull(
+    tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
+    compression: type[Compressor] = Compression.none,
+) -> torch.Tensor:
+    """The sum or average of ``tensor`` over all workers, as a new tensor of its shape and dtype. ``compression`` is for the wire only.
+
+    Not differentiable: the result does not require a gradient. Raises as :func:`push_pull_async` and :func:`synchronize`.
+    """
+    _checked(tensor, name, version)
+    given = tensor.detach()
+    wire, ctx = compression.compress(given)
+    result = _begin(wire, average, name, version, priority, inplace=wire is not given, will_wait=True).wait()
+    return compression.decompress(result, ctx)
+
+
+def push_pull_inplace(
+    tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
+) -> torch.Tensor:
+    """Replace ``tensor``'s values by their sum or average over all workers; returns ``tensor``. Raises as :func:`push_pull`."""
+    result: torch.Tensor = _begin(tensor, average, name, version, priority, inplace=True, will_wait=True).wait()
+    return result
+
+
+def poll(handle: Handle) -> bool:
+    """Whether ``handle``'s operation has ended. Does not block. Call :func:`synchronize` before using the result all the same."""
+    return handle.done()
+
+
+def synchronize(handle: Handle) -> torch.Tensor:
+    """Wait for ``handle`` and return its tensor. May be called again.
+
+    Raises :class:`~bpsx.errors.PeerLostError`, :class:`~bpsx.errors.MismatchError`, :class:`~bpsx.errors.StallError` and their kin.
+    """
+    result: torch.Tensor = handle.wait()
+    return result
+
+
+def declare(name: str) -> int:
+    """Fix the place of ``name`` in the order of declaration; returns it (0, 1, …). Calling it again changes nothing."""
+    return int(_adapter.session().declare(name))

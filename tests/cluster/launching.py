@@ -1,0 +1,145 @@
+"""Runs bpsx-run in processes, with small stand-ins for scheduler and server that fail at will, and sees that nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+PY = sys.executable
+#: Ordinary signals, whatever the caller of pytest has made of them (background jobs ignore SIGINT), then exec.
+ORDINARY = ("import os, signal, sys; [signal.signal(s, signal.SIG_DFL) for s in (1, 2, 15, 17)];"
+            "signal.pthread_sigmask(signal.SIG_SETMASK, []); os.execv(sys.argv[1], sys.argv[1:])")
+RUN_JOB = """
+import json, sys
+from bpsx.launch.local import Job
+from bpsx.launch.roles import Plan
+plan, commands = json.loads(sys.argv[1])
+sys.exit(Job(Plan(**{**plan, "command": tuple(plan["command"])}), commands).run())
+"""
+#: A scheduler that ends when all workers have gone; the servers' connections end with it.
+HUB = """
+import os, socket
+e = os.environ
+listener = socket.create_server(("127.0.0.1", int(e["DMLC_PS_ROOT_PORT"])))
+port = listener.getsockname()[1]
+if "BPSX_PORT_FILE" in e:
+    with open(e["BPSX_PORT_FILE"] + "~", "w") as f: f.write(str(port))
+    os.rename(e["BPSX_PORT_FILE"] + "~", e["BPSX_PORT_FILE"])
+links = [listener.accept()[0] for _ in range(int(e["DMLC_NUM_WORKER"]) + int(e["DMLC_NUM_SERVER"]))]
+workers = [link for link in links if link.recv(1) == b"w"]
+for link in workers: link.recv(1)
+"""
+JOIN = """
+import os, signal, socket, sys, threading
+e = os.environ
+link = socket.create_connection((e["DMLC_PS_ROOT_URI"], int(e["DMLC_PS_ROOT_PORT"])))
+link.send(e["DMLC_ROLE"][0].encode())
+me = int(e.get("DMLC_WORKER_ID", -1))
+"""
+SERVER = JOIN + "link.recv(1)\n"
+FOR_EVER = "print('ready', flush=True)\nwhile True: signal.pause()\n"
+DEAF = "for s in (signal.SIGTERM, signal.SIGINT): signal.signal(s, signal.SIG_IGN)\n"
+TELL = "def tell(n, _): print('got', n, flush=True); os._exit(5)\nfor s in (1, 2, 15): signal.signal(s, tell)\n"
+
+
+def python(text: str) -> list[str]:
+    return [PY, "-c", text]
+
+
+class Launcher:
+    """Starts launchers, and checks at the end that nothing they started is left."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = f"LAUNCHER_TEST={uuid.uuid4()}"
+        self.started: list[subprocess.Popen[bytes]] = []
+        unwanted = ("DMLC_", "BYTEPS_", "BPSX_", "NO_COLOR")
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
+        key, value = self.mark.split("=")
+        self.environment |= {key: value, "TMPDIR": str(folder), "TERM": "xterm"}
+
+    def start(self, command: Sequence[str], environment: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[bytes]:
+        options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+        process = subprocess.Popen([PY, "-c", ORDINARY, *command], env=self.environment | (environment or {}), **options)
+        self.started.append(process)
+        return process
+
+    def job(self, worker: str | list[str], scheduler: str = HUB, server: str = SERVER, environment: dict[str, str] | None = None,
+            options: dict[str, Any] | None = None, **plan: Any) -> subprocess.Popen[bytes]:
+        """A whole job of stand-ins."""
+        plan = {"command": python(JOIN + worker) if isinstance(worker, str) else worker, "kill_after": 0.2, **plan}
+        commands = {"scheduler": python(scheduler), "server": python(server)}
+        return self.start([PY, "-c", RUN_JOB, json.dumps([plan, commands])], environment, **(options or {}))
+
+    def left(self) -> list[str]:
+        """Command lines of processes that our launchers started, directly or not, and that still run."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    if self.mark.encode() in (entry / "environ").read_bytes():
+                        found.append((entry / "cmdline").read_text(errors="replace"))
+        return found
+
+    def close(self) -> None:
+        for process in self.started:
+            process.kill()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream:
+                    stream.close()
+            process.wait()
+
+
+@contextlib.contextmanager
+def launching(tmp_path: Path) -> Iterator[Launcher]:
+    """A launcher of launchers, whose temporary files go into a folder of their own."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    made = Launcher(folder)
+    try:
+        yield made
+        assert [process.pid for process in made.started if process.poll() is None] == []
+        assert made.left() == []
+        assert list(folder.iterdir()) == []
+    finally:
+        made.close()
+
+
+def finish(process: subprocess.Popen[bytes]) -> tuple[int, list[str], list[str]]:
+    """Exit status and the sorted lines of both outputs."""
+    out, err = process.communicate()
+    return process.returncode, sorted(out.decode().splitlines()), sorted(err.decode().splitlines())
+
+
+def wait_for(process: subprocess.Popen[bytes], *lines: str) -> None:
+    """Read standard output until all ``lines`` have come."""
+    assert process.stdout
+    missing = set(lines)
+    while missing:
+        line = process.stdout.readline()
+        assert line, f"ended without {sorted(missing)}"
+        missing.discard(line.decode().rstrip("\n"))
+
+
+def words(*rest: str) -> list[str]:
+    return [PY, "-m", "bpsx.launch", *rest]
+
+
+def local_words(*rest: str) -> list[str]:
+    return words("--local", *rest)
+
+
+def read_terminal(descriptor: int, until: Callable[[bytes], bool] = lambda _: False) -> bytes:
+    """What comes from a pseudo terminal until it closes or ``until`` holds."""
+    text = b""
+    with contextlib.suppress(OSError):  # EIO is its way to say that nobody is left
+        while not until(text) and (data := os.read(descriptor, 4096)):
+            text += data
+    return text

@@ -1,0 +1,270 @@
+"""What every transport must do, run on every transport. A new one adds a function to ``PAIRS``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+from bpsx.errors import TransportError
+from bpsx.transports.loopback import LoopbackEndpoint
+from bpsx.transports.zeromq import ZeroMQEndpoint
+from conformance.dataplane import DataPlane
+
+SIZES = [0, 1, 31, 32, 33, 64, 8191, 8192, 8193, 100_000, 4_096_000]
+
+
+def loopback_pair() -> tuple[object, object]:
+    worker, lane = LoopbackEndpoint(), LoopbackEndpoint()
+    worker.connect(0, lane, 5)
+    lane.connect(5, worker, 0)
+    return worker, lane
+
+
+def zeromq_endpoint() -> ZeroMQEndpoint:
+    return ZeroMQEndpoint(io_threads=1, heartbeat_interval=5, heartbeat_timeout=30)
+
+
+def zeromq_pair(host: str = "127.0.0.1") -> tuple[object, object]:
+    worker, lane = zeromq_endpoint(), zeromq_endpoint()
+    lane.join(77, 0)
+    worker.join(77, 5)
+    worker.connect(0, lane.bind(host))
+    return worker, lane
+
+
+PAIRS: dict[str, Callable[[], tuple[object, object]]] = {
+    "loopback": loopback_pair,
+    "zeromq": zeromq_pair,
+    "zeromq-ipv6": lambda: zeromq_pair("::1"),
+}
+
+
+@pytest.fixture(params=list(PAIRS))
+def pair(request):
+    """A worker's endpoint (peer 0: the lane) and a lane's (peer 5: the worker), joined, and their data planes."""
+    worker, lane = PAIRS[request.param]()
+    w, s = DataPlane(worker), DataPlane(lane)
+    # A lane can answer a worker only once it has heard from it.
+    assert w.send(0, b"hello") == 0
+    assert s.receive() == (5, b"hello", None)
+    yield w, s, worker, lane
+    worker.close()
+    lane.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bodies_arrive_whole_both_ways(pair, size):
+    w, s, *_ = pair
+    body = bytes(i % 251 for i in range(min(size, 5000))) * (size // 5000 + 1)
+    body = body[:size]
+    assert w.send(0, b"h" * 64, body) == 0
+    assert s.receive() == (5, b"h" * 64, body)
+    assert s.send(5, b"H" * 64, body) == 0
+    assert w.receive() == (0, b"H" * 64, body)
+
+
+def test_heads_alone_and_handed_over(pair):
+    w, s, *_ = pair
+    for n in (1, 64, 100_000):
+        assert w.send(0, b"a" * n, own_head=True) == 0
+        assert s.receive() == (5, b"a" * n, None)
+
+
+def test_order_is_kept_per_pair(pair):
+    w, s, *_ = pair
+    for i in range(500):
+        assert w.send(0, i.to_bytes(4, "little") + bytes(60), bytes(i) if i % 3 else None) == 0
+    for i in range(500):
+        peer, head, body = s.receive()
+        assert peer == 5 and int.from_bytes(head[:4], "little") == i and body == (bytes(i) if i % 3 else None)
+
+
+def test_many_large_in_flight_both_ways(pair):
+    w, s, *_ = pair
+    big = bytes(range(256)) * 4000
+    for i in range(20):
+        assert w.send(0, bytes([i]), big) == 0
+        assert s.send(5, bytes([i]), big) == 0
+    for i in range(20):
+        assert s.receive() == (5, bytes([i]), big)
+        assert w.receive() == (0, bytes([i]), big)
+
+
+def test_every_done_callback_runs_once(pair):
+    w, s, worker, lane = pair
+    for token in range(1, 21):
+        assert w.send(0, b"h", bytes(50_000), token, own_head=True) == 0
+    for _ in range(20):
+        assert s.receive() is not None
+    worker.close()
+    assert sorted(w.done) == sorted([*range(1, 21), *range(1001, 1021)])
+
+
+def test_close_runs_the_done_callbacks_of_what_was_never_sent(pair):
+    w, s, worker, lane = pair
+    for token in range(1, 11):
+        w.send(0, b"h", bytes(4_000_000), token)
+    worker.close()
+    assert sorted(w.done) == list(range(1, 11))
+
+
+def test_an_unknown_peer_is_an_error_and_the_memory_comes_back(pair):
+    w, *_ = pair
+    assert w.send(9, b"h", bytes(100), 3, own_head=True) == -1
+    assert sorted(w.done) == [3, 1003]
+
+
+def test_wake_ends_a_wait_from_another_thread(pair):
+    w, *_ = pair
+    woken = threading.Event()
+
+    def wait() -> None:
+        w.wait(60_000)
+        woken.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    w.wake()
+    assert woken.wait(20)
+    thread.join()
+
+
+def test_wake_before_wait_is_not_lost(pair):
+    w, *_ = pair
+    w.wake()
+    w.wait(60_000)
+
+
+def test_wait_ends_when_a_message_arrives(pair):
+    w, s, *_ = pair
+    arrived = threading.Event()
+
+    def wait() -> None:
+        w.wait(60_000)
+        arrived.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    s.send(5, b"now")
+    assert arrived.wait(20)
+    thread.join()
+    assert w.receive() == (0, b"now", None)
+
+
+def test_a_received_message_may_be_written_to_and_kept(pair):
+    import ctypes as C
+
+    from conformance.dataplane import Message
+
+    w, s, *_ = pair
+    held = []
+    for i in range(5):
+        w.send(0, bytes([i]), bytes([i]) * 100_000)
+    while len(held) < 5:
+        m = Message()
+        if s.table.recv(s.table.self, C.byref(m)) == 1:
+            C.memset(m.body, 99, 10)
+            held.append(m)
+        else:
+            s.wait(100)
+    for i, m in enumerate(held):
+        assert C.string_at(m.body, 12) == bytes([99] * 10 + [i] * 2)
+        s.table.release(s.table.self, C.byref(m))
+
+
+def test_close_twice(pair):
+    *_, worker, lane = pair
+    worker.close()
+    worker.close()
+
+
+# ---- what only a network transport has
+
+
+@pytest.fixture
+def zeromq():
+    made = []
+
+    def make() -> ZeroMQEndpoint:
+        made.append(zeromq_endpoint())
+        return made[-1]
+
+    yield make
+    for e in made:
+        e.close()
+
+
+def test_a_stranger_is_not_heard(zeromq):
+    """A peer of another job, and one that speaks ZeroMQ but not our ids, are dropped and counted; the right one is served."""
+    import zmq
+
+    lane, stranger, friend = zeromq(), zeromq(), zeromq()
+    lane.join(77, 0)
+    address = lane.bind("127.0.0.1")
+    stranger.join(78, 5)
+    stranger.connect(0, address)
+    friend.join(77, 5)
+    s = DataPlane(lane)
+    x = DataPlane(stranger)
+    x.send(0, b"not yours", bytes(100))
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(f"tcp://{address}")
+    for parts in ([b"x"], [b"", b""], [b"a"] * 9):
+        dealer.send_multipart(parts)
+    while lane.malformed < 4:
+        assert s.receive(0.1) is None
+    friend.connect(0, address)
+    f = DataPlane(friend)
+    f.send(0, b"mine")
+    assert s.receive() == (5, b"mine", None)
+    context.destroy(0)
+
+
+def test_garbage_bytes_on_the_port_do_not_disturb(zeromq):
+    import socket
+
+    lane, friend = zeromq(), zeromq()
+    lane.join(77, 0)
+    address = lane.bind("127.0.0.1")
+    host, port = address.split(":")
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000, b"\0" * 64, b""):
+        with socket.create_connection((host, int(port))) as s:
+            s.sendall(garbage)
+    friend.join(77, 1)
+    friend.connect(0, address)
+    f, s = DataPlane(friend), DataPlane(lane)
+    f.send(0, b"mine")
+    assert s.receive() == (1, b"mine", None)
+
+
+def test_a_broken_connection_is_noticed_and_named(zeromq):
+    import select
+
+    worker = zeromq()
+    lanes = [zeromq_endpoint() for _ in range(3)]
+    worker.join(77, 5)
+    fd = worker.watch()
+    w = DataPlane(worker)
+    for i, lane in enumerate(lanes):
+        lane.join(77, i)
+        worker.connect(i, lane.bind("127.0.0.1"))
+        w.send(i, b"hello")
+        assert DataPlane(lane).receive() == (5, b"hello", None)
+    assert worker.lost() == []
+    lanes[1].close()
+    lost: list[int] = []
+    while not lost:
+        assert select.select([fd], [], [], 20)[0]
+        lost = worker.lost()
+    assert lost == [1]
+    lanes[0].close()
+    lanes[2].close()
+
+
+def test_unusable_addresses_are_named(zeromq):
+    with pytest.raises(TransportError, match="203.0.113.1"):
+        zeromq().bind("203.0.113.1")
+    with pytest.raises(TransportError, match="no-such-host.invalid"):
+        zeromq().connect(0, "no-such-host.invalid:5000")

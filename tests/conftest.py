@@ -1,0 +1,34 @@
+"""What all tests share: the folder of compiled kernels, and the proof that a test leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def children() -> set[int]:
+    """Processes whose parent we are."""
+    found = set()
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[1]) == os.getpid() and fields[0] != "Z":
+            found.add(int(status.parent.name))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """A test leaves no process and no shared-memory name behind."""
+    before, names = children(), {p for p in os.listdir("/dev/shm") if "bpsx" in p}
+    yield
+    assert not children() - before, "the test left processes behind"
+    assert not {p for p in os.listdir("/dev/shm") if "bpsx" in p} - names, "the test left names in /dev/shm"

@@ -1,0 +1,58 @@
+"""The wire in Python, for scripting a peer: written from ``core/header.pxd``, independently of the code under test."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+MAGIC, VERSION = 0x58535042, 1
+REGISTER, PUSH, ANSWER, ERROR, PING, PONG = 1, 2, 3, 4, 5, 6
+INLINE, BROADCAST = 1, 2
+_FORMAT = struct.Struct("<IBBBBQQIIIIIiQQ")
+
+
+class Record(NamedTuple):
+    """One record: header fields in wire order after the version, then the body."""
+
+    kind: int
+    flags: int = 0
+    dtype: int = 3
+    job: int = 7
+    key: int = 0
+    slot: int = 0
+    sender: int = 0
+    epoch: int = 0
+    round: int = 0
+    divisor: int = 1
+    priority: int = 0
+    cookie: int = 0
+    length: int = 0
+    body: bytes | None = None
+
+
+def pack(r: Record, *, magic: int = MAGIC, version: int = VERSION) -> bytes:
+    """A record as bytes; an inline body is padded to 8."""
+    head = _FORMAT.pack(magic, version, r.kind, r.flags, r.dtype, r.job, r.key, r.slot, r.sender, r.epoch, r.round, r.divisor,
+                        r.priority, r.cookie, r.length)
+    if not r.flags & INLINE:
+        return head
+    body = r.body or b""
+    return head + body + bytes(-len(body) % 8)
+
+
+def unpack(frame: bytes, second: bytes | None = None) -> list[Record]:
+    """The records of a message."""
+    found, at = [], 0
+    while at < len(frame):
+        magic, version, *fields = _FORMAT.unpack_from(frame, at)
+        assert (magic, version) == (MAGIC, VERSION)
+        at += 64
+        r = Record(*fields)
+        if r.flags & INLINE:
+            r = r._replace(body=frame[at:at + r.length])
+            at += r.length + -r.length % 8
+        elif r.length:
+            assert at == len(frame), "a body in the second frame belongs to the last record"
+            r = r._replace(body=second)
+        found.append(r)
+    return found

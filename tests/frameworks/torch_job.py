@@ -1,0 +1,71 @@
+"""Runs functions of a test module in every worker of a local job and brings their results back.
+
+As a script it is the worker: ``torch_job.py MODULE_FILE OUT_FOLDER FUNCTION...``. Only :func:`run_job` is for tests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+JOB_SECONDS = 150
+
+
+class Finished(NamedTuple):
+    """``results[rank][function]`` is what the function returned there; a worker that died left none."""
+
+    status: int
+    output: str
+    results: dict[int, dict[str, Any]]
+
+
+def launch(command: list[str], workers: int, servers: int, **environment: str) -> tuple[int, str]:
+    """Run ``command`` in ``workers`` workers; returns the launcher's status and all output. A job that does not end is killed."""
+    quick = {"OMP_NUM_THREADS": "1", "BPSX_RENDEZVOUS_TIMEOUT": "60", "BPSX_DEADLOCK_SECONDS": "8", **environment}
+    job = subprocess.Popen(
+        [sys.executable, "-m", "bpsx.launch", "--local", "--workers", str(workers), "--servers", str(servers), *command],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env={**os.environ, **quick})
+    try:
+        output, _ = job.communicate(timeout=JOB_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        output, _ = job.communicate()
+        output += f"\n[killed after {JOB_SECONDS} s]"
+    return job.returncode, output
+
+
+def run_job(module_file: str, functions: list[str], out: Path, workers: int = 2, servers: int = 1, **environment: str) -> Finished:
+    """Call ``functions`` of ``module_file`` one after the other in each worker, between ``init`` and ``shutdown``."""
+    out.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, __file__, module_file, str(out), *functions]
+    status, output = launch(command, workers, servers, **environment)
+    results = {int(f.stem): torch.load(f, weights_only=False) for f in out.glob("*.pt")}
+    return Finished(status, output, results)
+
+
+def _work(module_file: str, out: str, *functions: str) -> None:
+    import bpsx.torch as bps
+
+    spec = importlib.util.spec_from_file_location(Path(module_file).stem, module_file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch.set_num_threads(1)
+    bps.init()
+    rank, results = bps.rank(), {}
+    for name in functions:
+        torch.manual_seed(100 + rank)       # whatever must be alike on the workers has to be made so by the test
+        results[name] = getattr(module, name)()
+    torch.save(results, Path(out) / f"{rank}.pt")
+    bps.shutdown()
+
+
+if __name__ == "__main__":
+    _work(*sys.argv[1:])

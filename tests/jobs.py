@@ -1,0 +1,163 @@
+"""Real jobs for tests: a scheduler, servers and workers as processes on loopback, owned by the test that starts them.
+
+A worker is Python source; whatever it passes to ``report(value)`` comes back as JSON. Ports are the system's choice, so any number of jobs
+may run side by side. Leaving the ``with`` block ends every process that is still there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+DEADLINE = 90.0
+
+_PRELUDE = """
+import faulthandler, json, os, sys
+faulthandler.enable()
+def report(value):
+    sys.stdout.write(json.dumps(value) + "\\n"); sys.stdout.flush()
+"""
+
+
+class Process:
+    """One role's process; collects its output as it comes."""
+
+    def __init__(self, name: str, command: list[str], env: dict[str, str]) -> None:
+        self.name = name
+        self.lines: list[str] = []
+        self.errors: list[str] = []
+        self._changed = threading.Condition()
+        self.popen = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
+        self._readers = [threading.Thread(target=self._read, args=(stream, lines), daemon=True)
+                         for stream, lines in ((self.popen.stdout, self.lines), (self.popen.stderr, self.errors))]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, stream: Any, lines: list[str]) -> None:
+        for line in stream:
+            with self._changed:
+                lines.append(line.rstrip("\n"))
+                self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_for_line(self, text: str, timeout: float = DEADLINE) -> str:
+        """The first line on stdout or stderr that holds ``text``; fails when the process ends without it."""
+        def found() -> list[str]:
+            return [line for line in self.lines + self.errors if text in line]
+
+        with self._changed:
+            self._changed.wait_for(lambda: found() or not any(r.is_alive() for r in self._readers), timeout)
+        if not found():
+            raise AssertionError(f"{self.name} never said {text!r}; status {self.popen.poll()}:\n{self.text()}")
+        return found()[0]
+
+    def wait(self, timeout: float = DEADLINE) -> int:
+        """The exit status."""
+        try:
+            self.popen.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} has not ended after {timeout} s:\n{self.text()}") from None
+        for reader in self._readers:
+            reader.join(timeout)
+        return self.popen.returncode
+
+    def reports(self) -> list[Any]:
+        """What the process passed to ``report``."""
+        return [json.loads(line) for line in self.lines if line[:1] in '[{"0123456789tfn-']
+
+    def text(self) -> str:
+        """All output, for a failure's message."""
+        return "\n".join([f"--- {self.name} stdout", *self.lines, f"--- {self.name} stderr", *self.errors])
+
+    def signal(self, number: int) -> None:
+        self.popen.send_signal(number)
+
+    def end(self) -> None:
+        """Kill it if it is still there, and close its pipes."""
+        if self.popen.poll() is None:
+            self.popen.send_signal(signal.SIGCONT)
+            self.popen.kill()
+            self.popen.wait()
+        for reader in self._readers:
+            reader.join(10)
+        for stream in (self.popen.stdout, self.popen.stderr):
+            if stream is not None:
+                stream.close()
+
+
+class Job:
+    """A job of processes. ``source`` is what each worker runs (dedented); ``env`` goes to all, ``worker_env[i]`` to worker i."""
+
+    def __init__(
+        self, source: str, workers: int = 2, servers: int = 1, *, env: dict[str, str] | None = None,
+        worker_env: dict[int, dict[str, str]] | None = None, host: str = "127.0.0.1",
+    ) -> None:
+        self.source = _PRELUDE + textwrap.dedent(source)
+        self.n_workers, self.n_servers = workers, servers
+        self._folder = tempfile.TemporaryDirectory(prefix="bpsx-test-")
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_", "PS_"))}
+        self._env = {
+            **clean, "DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": "0", "DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": str(servers),
+            "BPSX_RENDEZVOUS_TIMEOUT": "60", "OMP_NUM_THREADS": "1", **(env or {}),
+        }
+        if "BPSX_CACHE_DIR" in os.environ:
+            self._env.setdefault("BPSX_CACHE_DIR", os.environ["BPSX_CACHE_DIR"])
+        self._worker_env = worker_env or {}
+        self.scheduler: Process | None = None
+        self.servers: list[Process] = []
+        self.workers: list[Process] = []
+
+    def __enter__(self) -> Job:
+        self.start_scheduler()
+        for i in range(self.n_servers):
+            self.start_server(i)
+        for i in range(self.n_workers):
+            self.start_worker(i)
+        return self
+
+    def start_scheduler(self, port: int = 0) -> None:
+        """Start the scheduler and wait until it listens."""
+        fifo = Path(self._folder.name) / f"port-{port}"
+        env = {**self._env, "DMLC_ROLE": "scheduler", "DMLC_PS_ROOT_PORT": str(port), "BPSX_PORT_FILE": str(fifo), "BYTEPS_LOG_LEVEL": "info"}
+        self.scheduler = Process("scheduler", [sys.executable, "-m", "bpsx.rendezvous"], env)
+        self.scheduler.wait_for_line("listening on")
+        self._env["DMLC_PS_ROOT_PORT"] = str(port or int(fifo.read_text()))
+
+    def start_server(self, i: int) -> None:
+        self.servers.append(Process(f"server {i}", [sys.executable, "-m", "bpsx.server"], {**self._env, "DMLC_ROLE": "server"}))
+
+    def start_worker(self, i: int, source: str | None = None) -> None:
+        env = {**self._env, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": str(i), **self._worker_env.get(i, {})}
+        text = self.source if source is None else _PRELUDE + textwrap.dedent(source)
+        self.workers.append(Process(f"worker {i}", [sys.executable, "-c", text], env))
+
+    @property
+    def processes(self) -> list[Process]:
+        return [*self.workers, *self.servers, *([self.scheduler] if self.scheduler else [])]
+
+    def results(self, timeout: float = DEADLINE) -> list[list[Any]]:
+        """Wait for a good end of everybody; what each worker reported."""
+        for p in self.processes:
+            status = p.wait(timeout)
+            assert status == 0, f"{p.name} ended with status {status}\n" + "\n".join(q.text() for q in self.processes)
+        return [w.reports() for w in self.workers]
+
+    def __exit__(self, *exc: object) -> None:
+        for p in self.processes:
+            p.end()
+        self._folder.cleanup()
+
+
+def run(source: str, workers: int = 2, servers: int = 1, **more: Any) -> list[list[Any]]:
+    """Run a job to its good end; what each worker reported."""
+    with Job(source, workers, servers, **more) as job:
+        return job.results()

@@ -1,0 +1,132 @@
+"""A session without processes: what the PyTorch plugin sends is recorded, and comes home when somebody waits for it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import nn
+
+import bpsx.torch as bps
+from bpsx._adapter import TensorView
+
+#: (name, this worker's values) -> the sum of the others' values.
+Others = Callable[[str, np.ndarray], np.ndarray]
+
+
+def memory(view: TensorView) -> np.ndarray:
+    """A view's memory as an array that writes through."""
+    kind = np.dtype(ml_dtypes.bfloat16) if view.dtype == "bfloat16" else np.dtype(view.dtype)
+    assert view.nbytes == int(np.prod(view.shape)) * kind.itemsize
+    if view.nbytes == 0:
+        return np.empty(view.shape, kind)
+    return np.frombuffer((ctypes.c_char * view.nbytes).from_address(view.address), kind).reshape(view.shape)
+
+
+@dataclass
+class Push:
+    """One call, and its handle. The sum is formed when it is delivered, from the memory as it is then."""
+
+    session: FakeSession
+    name: str
+    source: TensorView
+    target: TensorView
+    result: Any
+    average: bool = False
+    priority: int = 0
+    will_wait: bool = False
+    root: int | None = None
+    delivered: bool = False
+
+    def done(self) -> bool:
+        return self.delivered
+
+    def wait(self, timeout: float | None = None) -> Any:
+        if not self.delivered:
+            self.delivered = True
+            failure = self.session.failures.get(self.name)
+            if failure is not None:
+                raise failure
+            self.session.deliver(self)
+        return self.result
+
+
+@dataclass
+class FakeSession:
+    """Stands in for :class:`bpsx.session.Session`. By default the other workers push the same values."""
+
+    rank: int = 0
+    size: int = 2
+    distributed: bool = True
+    others: Others | None = None
+    failures: dict[str, Exception] = field(default_factory=dict)
+    pushes: list[Push] = field(default_factory=list)
+    declared: list[str] = field(default_factory=list)
+    broadcasts: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Any:
+        return SimpleNamespace(distributed=self.distributed)
+
+    @property
+    def names(self) -> list[str]:
+        return [p.name for p in self.pushes]
+
+    def declare(self, name: str) -> int:
+        if name not in self.declared:
+            self.declared.append(name)
+        return self.declared.index(name)
+
+    def push_pull(self, name: str, source: TensorView, target: TensorView, *, average: bool, priority: int = 0, will_wait: bool = False,
+                  result: object = None) -> Push:
+        assert source.shape == target.shape and source.dtype == target.dtype
+        self.pushes.append(Push(self, name, source, target, result, average, priority, will_wait))
+        return self.pushes[-1]
+
+    def broadcast(self, name: str, view: TensorView, root: int, *, result: object = None) -> Push:
+        """As root: keep the bytes. As another worker: replace them by those kept."""
+        return Push(self, name, view, view, result, root=root)
+
+    def deliver(self, push: Push) -> None:
+        if push.root is not None:
+            flat = memory(push.target).reshape(-1).view(np.uint8)
+            if push.root == self.rank:
+                self.broadcasts[push.name] = flat.tobytes()
+            else:
+                flat[:] = np.frombuffer(self.broadcasts[push.name], np.uint8)
+            return
+        mine = memory(push.source)
+        wide = mine.astype(np.float64) if push.source.dtype in ("float16", "bfloat16") else mine
+        rest = wide * (self.size - 1) if self.others is None else self.others(push.name, wide)
+        total = wide + rest
+        if push.average:
+            total = total // self.size if total.dtype.kind in "iu" else total / self.size
+        memory(push.target)[...] = total.astype(mine.dtype)
+
+
+#: A model's input, and what its gradients are called.
+DATA = torch.arange(12.0).reshape(4, 3) / 10
+NAMES = ["Gradient.0.weight", "Gradient.0.bias", "Gradient.2.weight", "Gradient.2.bias"]
+
+
+def network() -> nn.Sequential:
+    """The same weights whenever it is called."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def sgd(model: nn.Module, named: Any = "model", **options: Any) -> Any:
+    """A distributed SGD for ``model``."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return bps.DistributedOptimizer(optimizer, model.named_parameters() if named == "model" else named, **options)
+
+
+def backward(model: nn.Module, scale: float = 1.0) -> None:
+    """Gradients of a loss of ``DATA``."""
+    (model(DATA).pow(2).sum() * scale).backward()
