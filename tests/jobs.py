@@ -35,7 +35,7 @@ class Process:
         self.lines: list[str] = []
         self.errors: list[str] = []
         self._changed = threading.Condition()
-        self.popen = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
+        self.popen = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
         self._readers = [threading.Thread(target=self._read, args=(stream, lines), daemon=True)
                          for stream, lines in ((self.popen.stdout, self.lines), (self.popen.stderr, self.errors))]
         for reader in self._readers:
@@ -78,6 +78,12 @@ class Process:
         """All output, for a failure's message."""
         return "\n".join([f"--- {self.name} stdout", *self.lines, f"--- {self.name} stderr", *self.errors])
 
+    def say(self, line: str) -> None:
+        """Write a line to the process's standard input."""
+        assert self.popen.stdin is not None
+        self.popen.stdin.write(line + "\n")
+        self.popen.stdin.flush()
+
     def signal(self, number: int) -> None:
         self.popen.send_signal(number)
 
@@ -89,7 +95,7 @@ class Process:
             self.popen.wait()
         for reader in self._readers:
             reader.join(10)
-        for stream in (self.popen.stdout, self.popen.stderr):
+        for stream in (self.popen.stdin, self.popen.stdout, self.popen.stderr):
             if stream is not None:
                 stream.close()
 
@@ -117,11 +123,15 @@ class Job:
         self.workers: list[Process] = []
 
     def __enter__(self) -> Job:
-        self.start_scheduler()
-        for i in range(self.n_servers):
-            self.start_server(i)
-        for i in range(self.n_workers):
-            self.start_worker(i)
+        try:
+            self.start_scheduler()
+            for i in range(self.n_servers):
+                self.start_server(i)
+            for i in range(self.n_workers):
+                self.start_worker(i)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def start_scheduler(self, port: int = 0) -> None:
@@ -131,6 +141,11 @@ class Job:
         self.scheduler = Process("scheduler", [sys.executable, "-m", "bpsx.rendezvous"], env)
         self.scheduler.wait_for_line("listening on")
         self._env["DMLC_PS_ROOT_PORT"] = str(port or int(fifo.read_text()))
+
+    @property
+    def port(self) -> str:
+        """The scheduler's."""
+        return self._env["DMLC_PS_ROOT_PORT"]
 
     def start_server(self, i: int) -> None:
         self.servers.append(Process(f"server {i}", [sys.executable, "-m", "bpsx.server"], {**self._env, "DMLC_ROLE": "server"}))

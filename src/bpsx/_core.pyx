@@ -143,6 +143,7 @@ cdef class Core:
     cdef set tensors
     cdef str failure
     cdef bint closed
+    cdef readonly bint told     # whether a failure has been raised in the script
 
     def __cinit__(self, endpoint, *, int rank, uint64_t job, int lanes, int64_t credit, double spin_us):
         """``endpoint``: an object with ``abi()``; ``credit``: bytes in flight per lane, 0 for no bound."""
@@ -381,6 +382,7 @@ cdef class Core:
 
     cdef object _error(self, Handle handle):
         cdef int status = <int>handle.task.status
+        self.told = True
         detail = handle.failure
         if detail is None and handle.tensor is not None:
             detail = handle.tensor.failure

@@ -52,14 +52,14 @@ def shutdown() -> None:
 
 
 def _at_exit() -> None:
-    """Leave; and if the job has failed, do not let the process end with status 0 as if nothing had happened."""
+    """Leave; and if the job has failed and no exception has told the script, do not let the process end as if nothing had happened."""
     global _session
     ours, _session = _session, None
     if ours is None or _owner_pid != os.getpid():
         return
     uncaught = getattr(sys, "last_value", None)
     ours.close(failure=f"ended by {type(uncaught).__name__}: {uncaught}"[:500] if uncaught is not None else "")
-    if ours.failure and uncaught is None:
+    if ours.failure and not ours.told:
         print(f"bpsx: exit status 1, because the job has failed: {ours.failure}", file=sys.stderr)
         # The interpreter's status cannot be changed from here: run what others have registered, then end.
         atexit._run_exitfuncs()

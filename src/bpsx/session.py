@@ -31,11 +31,16 @@ VERDICT_SECONDS = 1.0
 class View(Protocol):
     """What a framework hands over; see :class:`bpsx._adapter.TensorView`."""
 
-    address: int
-    nbytes: int
-    dtype: str
-    shape: tuple[int, ...]
-    owner: object
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def owner(self) -> object: ...
 
 
 @dataclass
@@ -280,6 +285,11 @@ class Session:
     def failure(self) -> str:
         """Why the job has failed, or an empty string."""
         return self._failure
+
+    @property
+    def told(self) -> bool:
+        """Whether an exception has told the script of a failure."""
+        return bool(self._core.told)
 
     # ---- going
 

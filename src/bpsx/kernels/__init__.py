@@ -6,7 +6,11 @@ spelled out in :mod:`bpsx.kernels.reference`, the slow oracle that the tests com
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
+
+_lock = threading.Lock()
+_loaded: dict[int, Kernels] = {}
 
 
 class Kernels(NamedTuple):
@@ -23,8 +27,14 @@ class Kernels(NamedTuple):
 
 
 def load(code: int) -> Kernels:
-    """The kernels of the element type with this wire code. Raises :class:`KeyError` if there is none."""
-    # Numba takes a third of a second to import: only processes that sum pay for it.
-    from bpsx.kernels.cpu import sum as cpu_sum
+    """The kernels of the element type with this wire code, compiled once per process. Thread-safe.
 
-    return cpu_sum.load(code)
+    Raises :class:`KeyError` if there is none.
+    """
+    with _lock:
+        if code not in _loaded:
+            # Numba takes a third of a second to import: only processes that sum pay for it.
+            from bpsx.kernels.cpu import sum as cpu_sum
+
+            _loaded[code] = cpu_sum.load(code)
+        return _loaded[code]

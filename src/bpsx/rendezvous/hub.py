@@ -66,12 +66,12 @@ class Hub:
 
     def announce(self) -> None:
         """Say where we listen: in the log, and in the file that the launcher named."""
-        log.info("listening on %s:%d", self._config.root_uri, self.port)
         if self._config.port_file:
             path = Path(self._config.port_file)
             draft = path.with_name(path.name + ".new")
             draft.write_text(f"{self.port}\n")
             os.replace(draft, path)
+        log.info("listening on %s:%d", self._config.root_uri, self.port)
 
     def run(self) -> int:
         """Serve until the job is over. Returns 0 if all workers left in good order, else 1."""

@@ -77,7 +77,7 @@ def _divide(a: Any, n: int, divisor: int) -> None:
 
 @contextlib.contextmanager
 def _cache_in(folder: str) -> Iterator[None]:
-    """Let Numba cache in ``folder``; restored afterwards, since the setting is Numba's and the process's."""
+    """Let Numba cache in ``folder``; restored afterwards, since the setting is Numba's and the process's. One thread at a time."""
     before = numba_config.CACHE_DIR
     numba_config.CACHE_DIR = folder
     try:
@@ -91,7 +91,7 @@ def _compile(body: Callable[..., None], *arguments: types.Type) -> Any:
 
 
 def load(code: int) -> Kernels:
-    """See :func:`bpsx.kernels.load`."""
+    """See :func:`bpsx.kernels.load`, which makes sure that one thread at a time comes here."""
     dtype = BY_CODE[code]
     element = _ELEMENTS[dtype.name]
     data = types.CPointer(element)
