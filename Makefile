@@ -1,0 +1,45 @@
+# make demo | test | bench NAME=… | build | docs | lint | clean
+#
+# Everything runs in one environment, .venv, which `make build` makes once; it is made again only when a source file changes.
+PYTHON ?= python3
+# Where the default wheel of torch brings gigabytes of CUDA along, name a CPU build: make demo TORCH="torch==…+cpu".
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(shell find src -type f ! -name '*.so' ! -path '*/__pycache__/*') meson.build pyproject.toml
+
+.PHONY: build demo test bench docs lint clean
+
+build: $(VENV)/installed
+
+# The environment: tools, test and demo packages, torch. Made again when the list of packages changes.
+$(VENV)/environment: pyproject.toml requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' -r requirements-dev.txt
+	@touch $@
+
+$(VENV)/installed: $(VENV)/environment $(SOURCES)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall .
+	@touch $@
+
+# meson-python looks for the tools on the path, so they have to be there.
+$(VENV)/installed: export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+demo: build
+	$(BIN)/bpsx-run --local --workers 2 --servers 1 $(BIN)/python examples/pytorch/digits.py
+
+test: build
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+bench: build
+	$(BIN)/python -m bench $(NAME)
+
+docs: build
+	$(BIN)/python -c "from bpsx.config import reference; print(reference(), end='')" > docs/options.md
+
+lint: build
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build
