@@ -121,6 +121,9 @@ OPTIONS: tuple[Option, ...] = (
            "A server takes waiting pushes by priority instead of by arrival.", _TUNE),
     Option("zmq_threads", "BYTEPS_ZMQ_NTHREADS", _integer(1, 256), _default_lanes, "1..256",
            "ZeroMQ I/O threads of a process. Default: a quarter of the cores, 1 to 4.", _TUNE),
+    Option("send_buffer", "BPSX_SEND_BUFFER_KB", _integer(0, 2**20), 0, "KiB; 0: chosen",
+           "Send buffer of each data connection. By default 448 on loopback, where a small one keeps the data in the caches, and the system's own "
+           "tuning elsewhere.", _TUNE),
     Option("spin_us", "BPSX_SPIN_US", _number(0), 50.0, "microseconds",
            "How long a thread without work yields the core before it sleeps. Waking it costs more than this on most machines.", _TUNE),
     Option("fixed_order", "BPSX_FIXED_ORDER", _flag, False, _FLAG,

@@ -22,7 +22,7 @@ def loopback_pair() -> tuple[object, object]:
 
 
 def zeromq_endpoint() -> ZeroMQEndpoint:
-    return ZeroMQEndpoint(io_threads=1, heartbeat_interval=5, heartbeat_timeout=30)
+    return ZeroMQEndpoint(io_threads=1, send_buffer=0, heartbeat_interval=5, heartbeat_timeout=30)
 
 
 def zeromq_pair(host: str = "127.0.0.1") -> tuple[object, object]:

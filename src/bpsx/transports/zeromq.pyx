@@ -24,7 +24,7 @@ from bpsx.core.sync cimport atomic_add, atomic_load
 from bpsx.transports.abi cimport Endpoint, Message, done_fn
 
 from bpsx.errors import TransportError
-from bpsx.transports.address import is_ipv6, join_host_port, resolve, tcp_url
+from bpsx.transports.address import is_ipv6, is_loopback, join_host_port, resolve, tcp_url
 
 cdef extern from "errno.h" nogil:
     enum:
@@ -71,6 +71,9 @@ cdef enum:
     ID_TAG = 1                  # ZeroMQ reserves ids that begin with a zero byte
 
 NEVER_MS = 10**9
+# On loopback a send buffer of this size keeps what is in flight in the caches: half as fast again as with the kernel's own tuning, which lets
+# megabytes pile up (docs/decisions/0003). Across a network the kernel knows better.
+LOOPBACK_SEND_BUFFER = 448 << 10
 
 cdef LibZmq lib
 
@@ -247,13 +250,15 @@ cdef class ZeroMQEndpoint:
     cdef object context, socket, monitor_socket
     cdef readonly str address
     cdef dict peers
+    cdef int send_buffer
     cdef bint closed
 
-    def __cinit__(self, *, int io_threads, double heartbeat_interval, double heartbeat_timeout):
+    def __cinit__(self, *, int io_threads, int send_buffer, double heartbeat_interval, double heartbeat_timeout):
         self.state.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
         if self.state.wake_fd < 0:
             raise OSError("eventfd: cannot create a wake-up descriptor (too many open files?)")
         self.address = ""
+        self.send_buffer = send_buffer
         self.peers = {}
         self.context = zmq.Context(io_threads)
         socket = self.context.socket(zmq.ROUTER)
@@ -277,9 +282,15 @@ cdef class ZeroMQEndpoint:
         self.table.wait = zmq_wait
         self.table.wake = zmq_wake
 
+    cdef _size_buffer(self, str host):
+        """Set the send buffer for connections to or from ``host``: as told, or by the kind of address."""
+        size = self.send_buffer or (LOOPBACK_SEND_BUFFER if is_loopback(host) else -1)
+        self.socket.setsockopt(zmq.SNDBUF, size)
+
     def bind(self, host: str) -> str:
         """Listen on ``host`` at a port that the system chooses; returns and stores ``host:port``."""
         self.socket.setsockopt(zmq.IPV6, int(is_ipv6(host)))
+        self._size_buffer(host)
         try:
             self.socket.bind(tcp_url(host, "*"))
         except zmq.ZMQError as e:
@@ -305,6 +316,7 @@ cdef class ZeroMQEndpoint:
             # Numeric: libzmq reports a broken connection under the name it was given or the address it resolved, now this, now that.
             numeric = resolve(host, int(port))
             self.socket.setsockopt(zmq.IPV6, int(is_ipv6(numeric)))
+            self._size_buffer(numeric)
             self.socket.connect(tcp_url(numeric, port))
         except (OSError, zmq.ZMQError) as e:
             raise TransportError(f"cannot connect to {address}: {e}") from e
