@@ -17,7 +17,7 @@ from numba.core import config as numba_config
 from bpsx.config import cache_dir
 from bpsx.dtypes import BY_CODE
 from bpsx.kernels import Kernels
-from bpsx.kernels.cpu.halves import add_two_bfloat16, as_uint16, narrow, over, plus, wide_type, widen
+from bpsx.kernels.cpu.halves import BLOCK, add_block_float16, add_two_bfloat16, as_uint16, narrow, over, plus, wide_type, widen
 
 # 16-bit floats travel as integers, see halves.py.
 _ELEMENTS: dict[str, types.Type] = {
@@ -49,6 +49,21 @@ def _pair_bfloat16(a: Any, b: Any, n: int, divisor: int) -> None:
     if n % 2:
         last, other = as_uint16(a), as_uint16(b)
         last[n - 1] = narrow(over(plus(widen(last[n - 1]), widen(other[n - 1])), divisor), last[n - 1])
+
+
+def _pair_float16(a: Any, b: Any, n: int, divisor: int) -> None:
+    """As :func:`_pair`, a block of elements at a time."""
+    blocks = n // BLOCK
+    if divisor == 1:
+        one = np.float32(1.0)
+        for i in range(blocks):
+            add_block_float16(a, b, i * BLOCK, one)
+    else:
+        d = np.float32(divisor)
+        for i in range(blocks):
+            add_block_float16(a, b, i * BLOCK, d)
+    for i in range(blocks * BLOCK, n):
+        a[i] = narrow(over(plus(widen(a[i]), widen(b[i])), divisor), a[i])
 
 
 def _add(acc: Any, src: Any, n: int) -> None:
@@ -101,6 +116,8 @@ def load(code: int) -> Kernels:
         if dtype.name == "bfloat16":
             words = types.CPointer(types.uint32)
             pair = _compile(_pair_bfloat16, words, words, count, count)
+        elif dtype.name == "float16":
+            pair = _compile(_pair_float16, data, data, count, count)
         else:
             pair = _compile(_pair, data, data, count, count)
         add = _compile(_add, acc, data, count)
