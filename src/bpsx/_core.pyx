@@ -24,11 +24,35 @@ from bpsx.core.stage cimport PUSH, finish
 from bpsx.core.state cimport Core as CCore
 from bpsx.core.status cimport DONE, E_SHUTDOWN, PENDING
 from bpsx.core.sync cimport (
-    atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock,
+    atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock, wait_until,
 )
 from bpsx.transports.abi cimport Endpoint
 
 from bpsx import errors
+
+cdef extern from "<unistd.h>" nogil:
+    int getpid()
+    void _exit(int status)
+
+cdef extern from "Python.h":
+    int Py_AtExit(void (*f)() noexcept nogil)
+
+# The one thing here that belongs to the process: its exit status is one, and can be changed only after all of Python's exit functions.
+cdef int exit_status = 0
+
+
+cdef void end_with_status() noexcept nogil:
+    if exit_status:
+        _exit(exit_status)
+
+
+def set_exit_status(int status) -> None:
+    """Let the interpreter, once it has finalised, end with ``status`` instead of its own."""
+    global exit_status
+    if exit_status == 0 and Py_AtExit(end_with_status) != 0:
+        raise RuntimeError("the interpreter takes no more exit functions")
+    exit_status = status
+
 
 # How long a wait stays without the GIL before it looks for signals (Ctrl-C).
 cdef int64_t SLICE_NS = 200_000_000
@@ -39,16 +63,19 @@ cdef class Tensor:
     cdef CTensor c
     cdef bytes encoded
     cdef readonly str name
+    cdef readonly uint32_t generation
     cdef readonly uint64_t nbytes
     cdef str failure            # why every push_pull of it fails, if it does
 
-    def __cinit__(self, str name, int dtype, list parts, bytes stages):
-        """``parts``: a list of (key, lane, slot, offset, length), bytes; ``stages``: codes from ``pipeline.py``."""
+    def __cinit__(self, str name, int dtype, list parts, bytes stages, uint32_t generation=0):
+        """``parts``: a list of (key, lane, slot, offset, length), bytes; ``stages``: codes from ``pipeline.py``; ``generation``: which
+        declaration of the name this is."""
         cdef size_t i
         cdef Partition *p
         if len(stages) >= MAX_STAGES:
             raise ValueError(f"{len(stages)} stages; at most {MAX_STAGES - 1} are allowed")
         self.name = name
+        self.generation = generation
         self.encoded = name.encode()[:MAX_NAME_BYTES]
         self.c.name = self.encoded
         self.c.name_bytes = len(self.encoded)
@@ -107,6 +134,8 @@ cdef class Handle:
         """
         cdef int64_t end = 0, slice_end
         cdef bint finished
+        if getpid() != self.core.pid:
+            raise errors.NotInitializedError(f"push_pull of {self.name!r} was begun in process {self.core.pid}; its forked child cannot wait for it")
         if timeout is not None:
             end = now_ns() + <int64_t>(timeout * 1e9)
         while atomic_load(&self.task.status) == PENDING:
@@ -139,10 +168,11 @@ cdef class Handle:
 cdef class Core:
     """The state machine of a worker's partitions over one endpoint. Owned by the session; all methods are thread-safe."""
     cdef CCore c
-    cdef object endpoint, capsule, thread, failure_kind
+    cdef object endpoint, capsule, thread
+    cdef readonly int pid       # who made it: a forked child must not touch the parent's sockets
     cdef set tensors
     cdef str failure
-    cdef bint closed
+    cdef bint closed, greeted
     cdef readonly bint told     # whether a failure has been raised in the script
 
     def __cinit__(self, endpoint, *, int rank, uint64_t job, int lanes, int64_t credit, double spin_us):
@@ -150,6 +180,7 @@ cdef class Core:
         memset(&self.c, 0, sizeof(CCore))
         if monitor_init(&self.c.monitor) != 0:
             raise MemoryError("cannot create a mutex")
+        self.pid = getpid()
         self.endpoint = endpoint
         self.capsule = endpoint.abi()
         self.c.endpoint = <Endpoint *>PyCapsule_GetPointer(self.capsule, b"bpsx.Endpoint")
@@ -164,11 +195,14 @@ cdef class Core:
         self.tensors = set()
 
     def greet(self, deadline_s: float) -> list:
-        """Ask every lane whether it is there; returns the lanes that did not answer in time. Before :meth:`start`."""
+        """Ask every lane whether it is there; returns the lanes that did not answer in time. Before :meth:`start`;
+        may be called again to go on waiting."""
         cdef int64_t end = now_ns() + <int64_t>(deadline_s * 1e9)
         cdef uint32_t i
-        for i in range(self.c.n_lanes):
-            send_ping(&self.c, i)
+        if not self.greeted:
+            self.greeted = True
+            for i in range(self.c.n_lanes):
+                send_ping(&self.c, i)
         while self.c.n_ready < self.c.n_lanes and now_ns() < end:
             with nogil:
                 if pump_in(&self.c) == 0:
@@ -278,7 +312,9 @@ cdef class Core:
     @property
     def failed(self) -> str:
         """Why the core has failed, or an empty string."""
-        return self.failure or ""
+        if not self.c.failed:
+            return ""
+        return self.failure or errors.explain(<int>self.c.failed, "", 0, 0)
 
     @property
     def outstanding(self) -> int:
@@ -286,15 +322,16 @@ cdef class Core:
         return atomic_load(&self.c.outstanding)
 
     def waiting(self, age_s: float) -> list:
-        """Tensors whose push_pull is older than ``age_s`` seconds, the oldest first: [(name, round, seconds)]."""
+        """Tensors whose push_pull is older than ``age_s`` seconds, the oldest first:
+        [(name, generation, round, seconds)]."""
         cdef int64_t now = now_ns()
         cdef Tensor tensor
         found = []
         # A glance without the monitor: the pointer may go stale, so only the tensor's own, permanent memory is read.
         for tensor in list(self.tensors):
             if tensor.c.current != NULL and now - tensor.c.started_ns > age_s * 1e9:
-                found.append((tensor.name, tensor.c.parts[0].round, (now - tensor.c.started_ns) / 1e9))
-        return sorted(found, key=lambda item: -item[2])
+                found.append((tensor.name, tensor.generation, tensor.c.parts[0].round, (now - tensor.c.started_ns) / 1e9))
+        return sorted(found, key=lambda item: -item[3])
 
     def counters(self) -> dict:
         """What has been moved so far: bytes, messages, completed push_pulls."""
@@ -321,6 +358,12 @@ cdef class Core:
         unlock(&self.c.monitor)
         if self.thread is not None:
             self.thread.join()
+        # A caller that waits may be driving: the endpoint must not be closed under it.
+        with nogil:
+            lock(&self.c.monitor)
+            while self.c.driving:
+                wait_until(&self.c.monitor, now_ns() + 1_000_000)
+            unlock(&self.c.monitor)
 
     def settle(self, seconds: float) -> None:
         """Let what is outstanding go on for a moment, whoever drives."""
@@ -382,7 +425,8 @@ cdef class Core:
 
     cdef object _error(self, Handle handle):
         cdef int status = <int>handle.task.status
-        self.told = True
+        if self.c.failed and self.c.failed == status:
+            self.told = True
         detail = handle.failure
         if detail is None and handle.tensor is not None:
             detail = handle.tensor.failure

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from bpsx import errors
-from bpsx._core import Handle
+from bpsx._core import Handle, set_exit_status
 from bpsx.config import Config
 from bpsx.dtypes import dtype_named
 from bpsx.session import Session
 
-_lock = threading.Lock()
+_lock = threading.RLock()
 _session: Session | None = None
 _owner_pid = 0
 _hooked = False
@@ -61,11 +61,7 @@ def _at_exit() -> None:
     ours.close(failure=f"ended by {type(uncaught).__name__}: {uncaught}"[:500] if uncaught is not None else "")
     if ours.failure and not ours.told:
         print(f"bpsx: exit status 1, because the job has failed: {ours.failure}", file=sys.stderr)
-        # The interpreter's status cannot be changed from here: run what others have registered, then end.
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        set_exit_status(1)
 
 
 def session() -> Session:

@@ -17,6 +17,7 @@ from bpsx.logs import configure
 from bpsx.partitioner import partition
 from bpsx.pipeline import stages_for
 from bpsx.rendezvous.client import Link
+from bpsx.rendezvous.messages import MAX_NAME
 from bpsx.transports import open_endpoint
 from bpsx.transports.loopback import LoopbackEndpoint
 
@@ -68,12 +69,17 @@ class Session:
         self.config = config
         self.rank, self.size = config.rank, config.size
         self.local_rank, self.local_size = config.local_rank, config.local_size
-        self._lock = threading.Lock()
+        # Re-entrant: a signal handler of the user's may shut down while the main thread is in here.
+        self._lock = threading.RLock()
         self._settled = threading.Condition(self._lock)     # a declaration has been answered
-        self._tensors: dict[str, _Declared] = {}
+        self._tensors: dict[str, _Declared] = {}                                # a name as it was used last
+        self._declared: dict[tuple[str, int], _Declared] = {}                   # every declaration by (name, generation)
+        self._shapes: dict[tuple[str, tuple[int, ...], int], _Declared] = {}    # ... and by what it is, to find it again
+        self._generations: dict[str, int] = {}
         self._order: dict[str, int] = {}
         self._link: Link | None = None
         self._closed = False
+        self._leaving = False
         self._failure = ""
         self._broken: tuple[float, str] | None = None
         self._speed_mark = (0, 0)
@@ -89,6 +95,8 @@ class Session:
 
     def _join(self) -> None:
         link = Link(self.config)
+        self._endpoint: Any = None
+        self._core: Any = None
         try:
             welcome = link.join("worker", self.rank, own_host(self.config), [])
             self._names = welcome["names"]
@@ -103,16 +111,34 @@ class Session:
             self._core = Core(self._endpoint, rank=self.rank, job=welcome["job"], lanes=len(lanes), credit=credit,
                               spin_us=self.config.spin_us)
             watched = self._endpoint.watch()
-            silent = self._core.greet(self.config.rendezvous_timeout)
-            if silent:
-                raise errors.RendezvousError(
-                    f"worker {self.rank}: no answer from " + ", ".join(f"{self._names['server'][lanes[i][0]]} at {lanes[i][1]}" for i in silent))
+            self._greet(link)
         except BaseException:
+            if self._core is not None:
+                self._core.close()
+            if self._endpoint is not None:
+                self._endpoint.close()
             link.stop()
             raise
         self._link = link
         self._core.start()
         link.start(self._handle, lost=self._peer_lost, tick=self._tick, watch=(watched, self._look_for_broken))
+
+    def _greet(self, link: Link) -> None:
+        """Make sure that every lane can be reached, listening to the scheduler meanwhile: somebody may die right now."""
+        end = time.monotonic() + self.config.rendezvous_timeout
+        while True:
+            silent = self._core.greet(0.5)
+            if not silent:
+                return
+            message = link.news()
+            if message is not None and message["type"] == "LOST":
+                raise errors.RendezvousError(f"worker {self.rank}: {message['text']}")
+            if time.monotonic() >= end:
+                raise errors.RendezvousError(f"worker {self.rank}: no answer from " + ", ".join(self._lane_name(i) for i in silent))
+
+    def _lane_name(self, lane: int) -> str:
+        server, address = self._lanes[lane]
+        return f"{self._names['server'][server]} at {address}"
 
     # ---- what the scheduler says (control thread)
 
@@ -130,12 +156,12 @@ class Session:
 
     def _placed(self, name: str, generation: int, places: list[tuple[int, int, int]]) -> None:
         with self._lock:
-            declared = self._tensors.get(name)
-            if declared is None or declared.generation != generation or declared.failed:
+            declared = self._declared.get((name, generation))
+            if declared is None or declared.tensor is not None or declared.failed:
                 return
             spans = partition(declared.nbytes, self.config.partition_bytes)
             parts = [(key, lane, slot, span.offset, span.length) for (key, lane, slot), span in zip(places, spans, strict=True)]
-            tensor = Tensor(name, declared.dtype, parts, stages_for("cpu"))
+            tensor = Tensor(name, declared.dtype, parts, stages_for("cpu"), generation)
             for handle in declared.pending:
                 self._core.release(handle, tensor)
             declared.pending = []
@@ -145,10 +171,10 @@ class Session:
 
     def _fail_tensor(self, name: str, generation: int, status: int, text: str) -> None:
         with self._lock:
-            declared = self._tensors.get(name)
-            if declared is None or declared.generation != generation or declared.failed:
+            declared = self._declared.get((name, generation))
+            if declared is None or declared.failed:
                 return
-            declared.failed = True      # the next push_pull of this name declares it anew
+            declared.failed = True      # the next push_pull like this one declares it anew
             pending, declared.pending = declared.pending, []
             self._settled.notify_all()
             if declared.tensor is not None:
@@ -158,23 +184,28 @@ class Session:
 
     def _peer_lost(self, text: str) -> None:
         """The job is over: everything under way and everything to come fails."""
-        if self._closed or self._failure:
+        if self._leaving or self._failure:
             return
         self._failure = text
         log.error("%s", text)
         self._core.fail(-1, text)
+        self._end_pending(-1, text)
+
+    def _end_pending(self, status: int, text: str) -> None:
+        """End what waits for a placement that will not come any more."""
         with self._lock:
-            pending = [h for d in self._tensors.values() for h in d.pending]
-            for declared in self._tensors.values():
+            pending = [h for d in self._declared.values() for h in d.pending]
+            for declared in self._declared.values():
                 declared.pending = []
+                declared.failed = declared.failed or declared.tensor is None
             self._settled.notify_all()
         for handle in pending:
-            self._core.end(handle, -1, text)
+            self._core.end(handle, status, text)
 
     def _look_for_broken(self) -> None:
         for lane in self._endpoint.lost():
             if self._broken is None:
-                where = f"{self._names['server'][self._lanes[lane][0]]} at {self._lanes[lane][1]}" if lane >= 0 else "a server"
+                where = self._lane_name(lane) if lane >= 0 else "a server"
                 self._broken = (time.monotonic(), f"{where} is gone: its connection broke")
 
     def _tick(self) -> None:
@@ -186,7 +217,7 @@ class Session:
         if self._link is not None and (waiting or self._reported):
             self._reported = bool(waiting)
             with self._lock:
-                tensors = [[n, self._tensors[n].generation, r, round(s, 1)] for n, r, s in waiting[:MOST_REPORTED] if n in self._tensors]
+                tensors = [[n, g, r, round(s, 1)] for n, g, r, s in waiting[:MOST_REPORTED]]
             self._link.send("WAITING", tensors=tensors, more=len(waiting) > MOST_REPORTED)
 
     # ---- the verbs
@@ -236,6 +267,8 @@ class Session:
         if declared is not None and declared.tensor is not None and declared.shape == shape and declared.dtype == dtype and not declared.failed:
             return self._core.submit(declared.tensor, source, target, divisor=divisor, broadcast=broadcast, priority=priority,
                                      will_wait=will_wait, owner=owner, result=result)
+        if not 0 < len(name.encode("utf-8", "replace")) <= MAX_NAME:
+            raise errors.ConfigError(f"tensor name {name[:60]!r}: a name has 1 to {MAX_NAME} bytes of UTF-8")
         handle = self._core.prepare(name, nbytes, source, target, divisor=divisor, broadcast=broadcast, priority=priority, owner=owner,
                                     result=result)
         if self._link is None:
@@ -246,28 +279,39 @@ class Session:
         return handle
 
     def _first_sight(self, handle: Handle, name: str, shape: tuple[int, ...], dtype: int, nbytes: int) -> None:
-        """Declare the name, or wait for the answer to an earlier declaration. The lock is held."""
+        """Find what a name means when it is not what it meant last, or declare it. The lock is held."""
         assert self._link is not None
-        declared = self._tensors.get(name)
         if self._closed or self._core.failed:
             self._core.end(handle, *((-6, "bpsx was shut down") if self._closed else (-1, self._core.failed)))
             return
-        if declared is None or declared.failed or declared.shape != shape or declared.dtype != dtype:
-            if declared is not None and declared.pending:
-                self._wait_for_placement(declared)
-            generation = declared.generation + 1 if declared is not None else 0
-            declared = self._tensors[name] = _Declared(generation, shape, dtype, nbytes)
-            self._order.setdefault(name, len(self._order))
-            self._link.send("DECLARE", name=name, generation=generation, nbytes=nbytes, dtype=dtype, shape=list(shape))
+        last = self._tensors.get(name)
+        declared = self._shapes.get((name, shape, dtype))
+        if declared is not None and declared.failed:
+            declared = None
+        if last is not declared and last is not None and last.pending:
+            # Another meaning of the name is on its way to the scheduler: rounds start in the order of submission, so it goes first.
+            while last.pending and not self._core.failed and not self._closed:
+                self._settled.wait(1.0)
+            self._first_sight(handle, name, shape, dtype, nbytes)
+            return
+        if declared is None:
+            declared = self._declare(name, shape, dtype, nbytes)
+        self._tensors[name] = declared
         if declared.tensor is not None:
             self._core.release(handle, declared.tensor)
         else:
             declared.pending.append(handle)
 
-    def _wait_for_placement(self, declared: _Declared) -> None:
-        """A name is used with a new shape before its old one was placed: let that happen first. The lock is held."""
-        while declared.pending and not self._core.failed:
-            self._settled.wait(1.0)
+    def _declare(self, name: str, shape: tuple[int, ...], dtype: int, nbytes: int) -> _Declared:
+        """Ask the scheduler for places. The lock is held."""
+        assert self._link is not None
+        generation = self._generations.get(name, 0)
+        self._generations[name] = generation + 1
+        declared = _Declared(generation, shape, dtype, nbytes)
+        self._declared[name, generation] = self._shapes[name, shape, dtype] = declared
+        self._order.setdefault(name, len(self._order))
+        self._link.send("DECLARE", name=name, generation=generation, nbytes=nbytes, dtype=dtype, shape=list(shape))
+        return declared
 
     def speed(self) -> tuple[float, float]:
         """(milliseconds since the epoch, MB/s): tensor bytes that came home since the last call per second in which any were under way."""
@@ -302,23 +346,28 @@ class Session:
             if self._closed:
                 return
             self._closed = True
+        try:
+            self._take_leave(failure)
+        finally:
+            self._end_pending(-6, "bpsx was shut down while this was under way")
+            self._core.close()
+            if self._link is not None:
+                self._link.stop()
+            self._endpoint.close()
+            self._core.reap()
+
+    def _take_leave(self, failure: str) -> None:
+        """Wait for what is under way and tell the scheduler how it ended."""
         end = time.monotonic() + self.config.shutdown_timeout
-        while not (failure or self._failure) and self._unfinished() and time.monotonic() < end:
+        while not (failure or self._failure or self._core.failed) and self._unfinished() and time.monotonic() < end:
             self._core.settle(0.05)
-        failure = failure or self._failure
+        failure = failure or self._failure or self._core.failed
         if not failure and self._unfinished():
             failure = f"left with {self._unfinished()} push_pulls under way"
+        self._leaving = True
+        self._failure = failure
         if self._link is not None and not self._link.leave(failure, self.config.shutdown_timeout):
             log.warning("the scheduler did not answer the goodbye within %g s", self.config.shutdown_timeout)
-        with self._lock:
-            pending = [h for d in self._tensors.values() for h in d.pending]
-        for handle in pending:
-            self._core.end(handle, -6, "bpsx was shut down while this was under way")
-        self._core.close()
-        if self._link is not None:
-            self._link.stop()
-        self._endpoint.close()
-        self._core.reap()
 
     def _unfinished(self) -> int:
-        return int(self._core.outstanding) + sum(len(d.pending) for d in list(self._tensors.values()))
+        return int(self._core.outstanding) + sum(len(d.pending) for d in list(self._declared.values()))

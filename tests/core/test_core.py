@@ -292,6 +292,28 @@ def test_close_ends_what_is_under_way(rig):
         handle.wait(20)
 
 
+def test_a_submission_after_close_ends_at_once(rig):
+    r = rig()
+    t = r.tensor("x", 16)
+    r.core.close()
+    handle = r.core.submit(t, array(16), array(16))
+    assert handle.done() and r.core.outstanding == 0
+    with pytest.raises(errors.ShutdownError):
+        handle.wait(20)
+
+
+def test_a_lane_that_cannot_be_reached_fails_everything(rig):
+    r = rig()
+    handle = r.core.submit(r.tensor("x", 16), array(16), array(16))
+    lost = Tensor("far", 3, [(99, 0, 1, 0, 16)], stages_for("cpu"))
+    r.take()
+    r.endpoint.disconnect(0)
+    far = r.core.submit(lost, array(16), array(16))
+    for h in (handle, far):
+        with pytest.raises(errors.TransportError):
+            h.wait(20)
+
+
 def test_wait_times_out_and_can_be_repeated(rig):
     r = rig()
     handle = r.core.submit(r.tensor("x", 16), array(16), array(16))
@@ -385,8 +407,8 @@ def test_waiting_names_what_is_old(rig):
     r = rig()
     handle = r.core.submit(r.tensor("slow", 16), array(16), array(16))
     (push,) = r.pushes(1)
-    ((name, round_, age),) = r.core.waiting(0.0)
-    assert (name, round_) == ("slow", 0) and age > 0
+    ((name, generation, round_, age),) = r.core.waiting(0.0)
+    assert (name, generation, round_) == ("slow", 0, 0) and age > 0
     assert r.core.waiting(3600) == []
     r.answer(push, bytes(16))
     handle.wait(20)

@@ -257,16 +257,17 @@ def test_different_operations_fail_the_round_for_all_and_the_next_works(rig, sec
     r = rig(3)
     r.register(0, n)
     one = np.ones(n // 4, np.float32).tobytes()
-    r.push(0, 0, one)
-    r.push(1, 0, one, **second)
-    for rank in (0, 1):
-        (e,) = r.take(rank)
-        assert (e.kind, e.divisor, e.slot, e.epoch, e.round) == (w.ERROR, 2, 0, 1, 0)
-    r.push(2, 0, one)
-    assert r.take(2)[0].kind == w.ERROR
-    for rank in range(3):
-        r.push(rank, 0, one, round_=1)
-    assert r.take(2)[0].body == np.full(n // 4, 3, np.float32).tobytes()
+    for round_ in (0, 2):
+        r.push(0, 0, one, round_=round_)
+        r.push(1, 0, one, round_=round_, **second)
+        r.nothing_for(0)                    # the third must be told with the same round
+        r.push(2, 0, one, round_=round_)
+        for rank in range(3):
+            (e,) = r.take(rank)
+            assert (e.kind, e.divisor, e.slot, e.epoch, e.round) == (w.ERROR, 2, 0, 1, round_)
+        for rank in range(3):
+            r.push(rank, 0, one, round_=round_ + 1)
+        assert all(r.take(rank)[0].body == np.full(n // 4, 3, np.float32).tobytes() for rank in range(3))
 
 
 def test_rounds_that_lack_a_worker_who_left_fail(rig):
@@ -281,6 +282,10 @@ def test_rounds_that_lack_a_worker_who_left_fail(rig):
     assert (e.kind, e.divisor, e.slot) == (w.ERROR, 3, 2)
     r.push(1, 0, one)
     assert r.take(1)[0].divisor == 3
+    for round_ in (1, 2):                     # and so is every later one, in whatever round the worker believes to be
+        r.push(0, 0, one, round_=round_)
+        (e,) = r.take(0)
+        assert (e.divisor, e.slot, e.round) == (3, 2, round_)
     r.push(0, 1, one), r.push(1, 1, one)      # this one he had pushed: it can close
     assert r.take(0)[0].body == r.take(1)[0].body == np.float32([3]).tobytes()
 

@@ -6,7 +6,7 @@ from bpsx.core.receive cimport pump_in
 from bpsx.core.send cimport pump_out
 from bpsx.core.stage cimport adopt, fail_tensor, finish, start
 from bpsx.core.state cimport Core
-from bpsx.core.status cimport E_MEMORY, PENDING
+from bpsx.core.status cimport E_MEMORY, E_SHUTDOWN, PENDING
 from bpsx.core.sync cimport (
     atomic_load, atomic_store, lock, notify_all, now_ns, unlock, wait, wait_until, yield_cpu,
 )
@@ -29,6 +29,12 @@ cdef inline void submit(Core *c, Task *task, bint will_wait) noexcept nogil:
     task.submitted_ns = now_ns()
     task.next = NULL
     lock(&c.monitor)
+    if c.stopping:
+        task.status = E_SHUTDOWN
+        task.next = c.reap_first
+        c.reap_first = task
+        unlock(&c.monitor)
+        return
     if c.inbox_first == NULL:
         c.inbox_first = task
     else:
@@ -140,8 +146,7 @@ cdef inline void drive(Core *c, Task *until, int64_t deadline_ns) noexcept nogil
 
 
 cdef inline bint wait_for(Core *c, Task *task, int64_t deadline_ns) noexcept nogil:
-    """Wait for a task, driving if nobody else does. False when the deadline passed first; the role is free then, and `kick` is due
-    unless the caller comes back at once."""
+    """Wait for a task, driving if nobody else does. False when the deadline passed first."""
     lock(&c.monitor)
     while task.status == PENDING and not c.stopping:
         if now_ns() >= deadline_ns:
@@ -156,7 +161,8 @@ cdef inline bint wait_for(Core *c, Task *task, int64_t deadline_ns) noexcept nog
         drive(c, task, deadline_ns)
         lock(&c.monitor)
         c.driving = False
-        if task.status != PENDING and c.outstanding and (c.waiters or c.background_idle):
+        # Also when only the slice is over: this thread may not get the GIL back for long.
+        if c.outstanding and (c.waiters or c.background_idle):
             notify_all(&c.monitor)
     unlock(&c.monitor)
     return task.status != PENDING

@@ -8,10 +8,10 @@ from bpsx.core.header cimport (
 )
 from bpsx.core.partition cimport Lane, Partition, Task
 from bpsx.core.queue cimport heap_pop
-from bpsx.core.stage cimport advance, fail_partition
+from bpsx.core.stage cimport advance
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_MEMORY, E_TRANSPORT
-from bpsx.core.sync cimport atomic_add, atomic_load, atomic_store
+from bpsx.core.sync cimport atomic_add, atomic_load, atomic_store, lock, unlock
 
 # What is on its way through the transport: returned by its done callback, on whatever thread that runs.
 cdef struct Wire:
@@ -69,6 +69,15 @@ cdef inline bint has_credit(Core *c, Lane *lane, uint64_t bytes) noexcept nogil:
         atomic_store(&lane.starved, 0)
         return True
     return False
+
+
+cdef inline void give_up(Core *c, int status) noexcept nogil:
+    """Something could not be sent: the server will never count this worker's round, so nothing after it can be right. Fail everything."""
+    lock(&c.monitor)
+    if not c.failed:
+        atomic_store(&c.failed, status)
+        atomic_store(&c.news, 1)
+    unlock(&c.monitor)
 
 
 cdef inline uint64_t push_bytes(Partition *p) noexcept nogil:
@@ -132,14 +141,14 @@ cdef inline void send_large(Core *c, Lane *lane, Partition *p) noexcept nogil:
     cdef int rc
     if w == NULL:
         free(head)
-        fail_partition(c, p, E_MEMORY, 0, 0)
+        give_up(c, E_MEMORY)
         return
     put_push(c, p, put_register(c, p, head), False)
     rc = c.endpoint.send(
         c.endpoint.self, p.lane, head, head_size, NULL, NULL, task.input + p.offset, p.length, body_done, w)
     free(head)
     if rc != 0:
-        fail_partition(c, p, E_TRANSPORT, 0, 0)
+        give_up(c, E_TRANSPORT)
     else:
         advance(c, p)
 
@@ -152,9 +161,9 @@ cdef inline void send_batch(Core *c, Lane *lane, uint32_t peer) noexcept nogil:
     cdef Partition *p
     cdef uint32_t n = 0, i
     cdef Wire *w
-    cdef int rc
     if frame == NULL:
-        fail_partition(c, heap_pop(lane), E_MEMORY, 0, 0)
+        heap_pop(lane)
+        give_up(c, E_MEMORY)
         return
     while lane.size and at - frame < BATCH_BYTES:
         p = lane.heap[0]
@@ -168,15 +177,14 @@ cdef inline void send_batch(Core *c, Lane *lane, uint32_t peer) noexcept nogil:
     w = take_credit(c, lane, NULL, at - frame) if n else NULL
     if w == NULL:
         free(frame)
-        rc = E_MEMORY
-    else:
-        rc = c.endpoint.send(
-            c.endpoint.self, peer, frame, at - frame, batch_done, w, NULL, 0, NULL, NULL)
+        if n:
+            give_up(c, E_MEMORY)
+        return
+    if c.endpoint.send(c.endpoint.self, peer, frame, at - frame, batch_done, w, NULL, 0, NULL, NULL) != 0:
+        give_up(c, E_TRANSPORT)
+        return
     for i in range(n):
-        if rc != 0:
-            fail_partition(c, picked[i], E_TRANSPORT if rc == -1 else rc, 0, 0)
-        else:
-            advance(c, picked[i])
+        advance(c, picked[i])
 
 
 cdef inline int pump_out(Core *c) noexcept nogil:
@@ -192,7 +200,7 @@ cdef inline int pump_out(Core *c) noexcept nogil:
             if p.tensor.status != DONE:
                 heap_pop(lane)              # its tasks have been failed
                 continue
-            if not has_credit(c, lane, push_bytes(p)):
+            if c.failed or not has_credit(c, lane, push_bytes(p)):
                 break
             if push_bytes(p) <= INLINE_BYTES:
                 send_batch(c, lane, i)

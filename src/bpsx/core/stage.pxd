@@ -34,7 +34,10 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
         p.order = c.next_order
         c.next_order += 1
         if heap_push(&c.lanes[p.lane], p) != 0:
-            fail_partition(c, p, E_MEMORY, 0, 0)
+            lock(&c.monitor)
+            atomic_store(&c.failed, E_MEMORY)
+            atomic_store(&c.news, 1)
+            unlock(&c.monitor)
     elif stage == END:
         home(c, p)
     # PULL: the answer moves it on.

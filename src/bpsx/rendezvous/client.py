@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from bpsx.config import Config, fingerprint
 from bpsx.errors import RendezvousError
@@ -45,6 +46,7 @@ class Link:
         self._outbox: deque[bytes] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopping = False
+        self._descriptor = -1       # of the connection on which the hub spoke to us
         self._thread: threading.Thread | None = None
         self.goodbye = threading.Event()
 
@@ -57,13 +59,17 @@ class Link:
         """
         end = time.monotonic() + self._config.rendezvous_timeout
         self._connect(end)
-        self._socket.send(messages.encode(
-            "HELLO", protocol=messages.PROTOCOL, role=role, rank=rank, host=host, pid=os.getpid(), lanes=lanes,
-            config=fingerprint(self._config)))
+        hello = messages.encode("HELLO", protocol=messages.PROTOCOL, role=role, rank=rank, host=host, pid=os.getpid(), lanes=lanes,
+                                config=fingerprint(self._config))
+        self._socket.send(hello)
         missing = ""
         report = time.monotonic() + 10
         while True:
             message = self._receive(min(end, report) - time.monotonic())
+            if self._disconnected():
+                # The connection broke while the job was gathering; libzmq makes a new one, on which nobody knows us yet.
+                self._socket.send(hello)
+                continue
             now = time.monotonic()
             if message is None and now >= end:
                 raise RendezvousError(
@@ -93,9 +99,28 @@ class Link:
         self._socket.connect(tcp_url(host, self._config.root_port))
 
     def _receive(self, timeout: float) -> dict[str, Any] | None:
-        if not self._socket.poll(max(0, int(timeout * 1000) + 1)):
+        """The next message; None after ``timeout`` seconds or when the connection has broken."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        poller.poll(max(0, int(timeout * 1000) + 1))
+        if not self._socket.poll(0):
             return None
-        return messages.decode(self._socket.recv())
+        frame = self._socket.recv(copy=False)
+        self._descriptor = int(frame.get(zmq.SRCFD))
+        return messages.decode(frame.bytes)
+
+    def _disconnected(self) -> bool:
+        """Whether the connection has broken on which the hub spoke to us last, or before it did."""
+        found = False
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())
+            found = found or self._descriptor in (-1, event["value"])
+        return found
+
+    def news(self) -> dict[str, Any] | None:
+        """A message that is there already, between :meth:`join` and :meth:`start`."""
+        return self._receive(0)
 
     # ---- while the job runs
 
@@ -110,8 +135,9 @@ class Link:
 
     def send(self, kind: str, **fields: Any) -> None:
         """Send a message to the hub, in order."""
-        self._outbox.append(messages.encode(kind, **fields))
-        self._ring()
+        if not self._stopping:
+            self._outbox.append(messages.encode(kind, **fields))
+            self._ring()
 
     def _ring(self) -> None:
         os.eventfd_write(self._wake, 1)
@@ -155,8 +181,7 @@ class Link:
                 self.goodbye.set()
             else:
                 handle(message)
-        while self._monitor.poll(0):
-            self._monitor.recv_multipart()
+        if self._disconnected():
             if not self.goodbye.is_set():
                 lost(f"the {self.where} is gone: its connection broke")
             self.goodbye.set()
@@ -176,6 +201,5 @@ class Link:
             self._thread = None
         if not self._context.closed:
             self._socket.disable_monitor()
-            self._monitor = None
             self._context.destroy(500)
             os.close(self._wake)

@@ -41,6 +41,8 @@ class Hub:
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_BYTES)
         self._socket.setsockopt(zmq.SNDHWM, 0)
+        # A send to a node whose connection is gone says so: it may have died before its HELLO was read, with no event left to come.
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         if config.heartbeat_interval > 0:
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(config.heartbeat_interval * 1000)))
@@ -105,10 +107,13 @@ class Hub:
                 return
             if now >= report:
                 report = now + REPORT_EVERY
-                here, missing = names(self._members.present()) or "nobody", names(self._members.missing())
-                log.warning("waiting for %s; here: %s", missing, here)
-                self._send([(i, {"type": "STATUS", "missing": missing, "here": here}) for i in self._members.nodes])
+                status = self._status()
+                log.warning("waiting for %s; here: %s", status["missing"], status["here"])
+                self._send([(i, status) for i in self._members.nodes])
             self._turn(min(end, report) - now)
+
+    def _status(self) -> dict[str, Any]:
+        return {"type": "STATUS", "missing": names(self._members.missing()), "here": names(self._members.present()) or "nobody"}
 
     def _farewell(self) -> None:
         """Give everybody time to hear how it ended and to go."""
@@ -147,13 +152,18 @@ class Hub:
         except messages.BadMessage as e:
             log.warning("dropped a message that makes no sense: %s", e)
             return
-        self._descriptors[frames[0].get(zmq.SRCFD)] = ident
-        self._send(self._dispatch(ident, message))
+        if message["type"] == "HELLO":
+            self._descriptors[int(frames[0].get(zmq.SRCFD))] = ident
+        try:
+            self._send(self._dispatch(ident, message))
+        except (ValueError, TypeError, KeyError, OverflowError) as e:
+            log.warning("dropped a %s that makes no sense: %s", message["type"], e)
 
     def _dispatch(self, ident: bytes, message: dict[str, Any]) -> list[Output]:
         kind = message["type"]
         if kind == "HELLO":
-            return self._members.hello(ident, message)
+            out = self._members.hello(ident, message)
+            return out or [(ident, self._status())]
         if kind == "DECLARE":
             return self._members.declare(ident, message)
         if kind == "WAITING":
@@ -165,4 +175,9 @@ class Hub:
             if message["type"] in ("REFUSED", "WARN"):
                 log.warning("%s: %s", message["type"].lower(), message.get("reason") or message.get("text"))
             fields = dict(message)
-            self._socket.send_multipart([ident, messages.encode(fields.pop("type"), **fields)])
+            try:
+                self._socket.send_multipart([ident, messages.encode(fields.pop("type"), **fields)])
+            except zmq.ZMQError as e:
+                if e.errno != zmq.EHOSTUNREACH:
+                    raise
+                self._send(self._members.gone(ident, "its connection to the scheduler broke"))

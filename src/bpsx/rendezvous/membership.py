@@ -56,6 +56,9 @@ class Membership:
         why = self._refusal(ident, m)
         if why:
             return [(ident, {"type": "REFUSED", "reason": why})]
+        if ident in self.nodes:
+            return []
+        self._replace_reconnected(m)
         rank = m["rank"] if m["role"] == "worker" else len(self._of("server"))
         node = Node(ident, m["role"], rank, m["host"], m["pid"], m["lanes"], m["config"])
         if not self._of("worker") and node.role == "worker":
@@ -63,10 +66,18 @@ class Membership:
         self.nodes[ident] = node
         return self._start() if not self.missing() else []
 
+    def _replace_reconnected(self, m: dict[str, Any]) -> None:
+        """A node that lost its connection while the job was gathering introduces itself again: forget its former self."""
+        for ident, node in list(self.nodes.items()):
+            if (node.host, node.pid, node.role) == (m["host"], m["pid"], m["role"]):
+                del self.nodes[ident]
+
     def _refusal(self, ident: bytes, m: dict[str, Any]) -> str:
         """Why a node may not join, or nothing."""
         if m["protocol"] != PROTOCOL:
             return f"protocol version {m['protocol']}, the scheduler speaks {PROTOCOL}: install the same bpsx everywhere"
+        if not all(isinstance(v, int | str) for v in m["config"].values()) or not isinstance(m["config"].get("BYTEPS_LOCAL_SIZE", 1), int):
+            return "options that make no sense"
         if m["role"] not in ("worker", "server"):
             return f"role {m['role']!r}: allowed are worker and server"
         if self.state != "waiting":
@@ -75,7 +86,10 @@ class Membership:
             if m["config"].get(name) != ours:
                 return f"{name}={m['config'].get(name)} there, {ours} at the scheduler"
         if m["role"] == "server":
-            return "" if len(self._of("server")) < self.num_server else f"there are {self.num_server} servers already"
+            if not m["lanes"]:
+                return "a server without lanes"
+            again = any((s.host, s.pid) == (m["host"], m["pid"]) for s in self._of("server"))
+            return "" if again or len(self._of("server")) < self.num_server else f"there are {self.num_server} servers already"
         workers = self._of("worker")
         if workers:
             for name, value in workers[0].config.items():
@@ -83,7 +97,7 @@ class Membership:
                     return f"{name}={m['config'].get(name)} on worker {m['rank']}, {value} on {workers[0]}: must be the same on all workers"
         if not 0 <= m["rank"] < self.num_worker * int(m["config"].get("BYTEPS_LOCAL_SIZE", 1)):
             return f"rank {m['rank']} is out of range"
-        same = [w for w in workers if w.rank == m["rank"]]
+        same = [w for w in workers if w.rank == m["rank"] and (w.host, w.pid) != (m["host"], m["pid"])]
         if same:
             return f"there is a {same[0]} already: two processes have the same DMLC_WORKER_ID and BYTEPS_LOCAL_RANK"
         return ""
@@ -110,6 +124,8 @@ class Membership:
     def _start(self) -> list[Output]:
         config = self._of("worker")[0].config
         servers = self._of("server")
+        for rank, server in enumerate(servers):
+            server.rank = rank
         placement = Placement([len(s.lanes) for s in servers], str(config["BYTEPS_KEY_HASH_FN"]), int(config["BYTEPS_BUILT_IN_HASH_COEF"]))
         self.registry = Registry(placement, int(config["BYTEPS_PARTITION_BYTES"]))
         self.state = "running"
@@ -130,7 +146,7 @@ class Membership:
         known, told = self.registry.declare(node.rank, name, generation, m["nbytes"], m["dtype"], m["shape"])
         answer: dict[str, Any] = {"type": "PLACED", "name": name, "generation": generation, "places": [list(p) for p in known.places]}
         if known.failure:
-            answer = {"type": "FAILED", "tensors": [[name, generation]], "status": -2, "text": known.failure}
+            answer = {"type": "FAILED", "tensors": [[name, generation]], "status": known.status, "text": known.failure}
         return [(w.ident, answer) for w in self._of("worker") if w.rank in told]
 
     def waiting(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
@@ -141,9 +157,20 @@ class Membership:
         self._stalls.report(node.rank, m["tensors"], m["more"])
         live = {w.rank: w for w in self._of("worker") if not w.left}
         out: list[Output] = [(live[r].ident, {"type": "WARN", "text": text}) for r, text in self._stalls.warnings(sorted(live), now) if r in live]
-        for rank, tensors, text in self._stalls.deadlock(sorted(live)):
-            out.append((live[rank].ident, {"type": "FAILED", "tensors": tensors, "status": -4, "text": text}))
-        return out
+        return out + self._end_deadlock(list(live.values()))
+
+    def _end_deadlock(self, live: list[Node]) -> list[Output]:
+        """Fail what nobody will ever get, on everybody: a declaration given up by one worker alone would leave its push in the sum."""
+        stuck = self._stalls.deadlock([w.rank for w in live])
+        if not stuck or self.registry is None:
+            return []
+        described = {k: self.registry.describe(*k) for keys in stuck.values() for k in keys}
+        who = "; ".join(f"worker {r} waits for {names([described[k] for k in keys], 4)}" for r, keys in stuck.items())
+        text = (f"nobody can go on: {who}; each of these has not been pushed by another worker. Do all workers use the same names and shapes, "
+                "in code that all of them reach?")
+        for key in described:
+            self.registry.fail(*key, -4, text)
+        return [(w.ident, {"type": "FAILED", "tensors": [list(k) for k in described], "status": -4, "text": text}) for w in live]
 
     # ---- going
 

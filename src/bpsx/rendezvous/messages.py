@@ -70,5 +70,5 @@ def check(message: dict[str, Any]) -> None:
 def _check_waiting(tensors: list[Any]) -> None:
     for item in tensors:
         fits = isinstance(item, list) and len(item) == 4 and isinstance(item[0], str) and isinstance(item[1], int)
-        if not fits or not isinstance(item[2], int) or not isinstance(item[3], int | float):
+        if not fits or not isinstance(item[2], int) or not isinstance(item[3], float) or not 0 <= item[3] < 1e12:
             raise BadMessage("WAITING: an item is not [name, generation, round, seconds]")

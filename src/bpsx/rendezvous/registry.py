@@ -24,6 +24,7 @@ class Declared:
     ranks: list[int]
     places: list[Place] = field(default_factory=list)
     failure: str = ""
+    status: int = 0         # of the failure; a code of core/status.pxd
 
     def describe(self) -> str:
         """Shape and dtype, for people."""
@@ -56,10 +57,22 @@ class Registry:
         if not known.failure and (known.dtype, known.shape, known.nbytes) != (wanted.dtype, wanted.shape, wanted.nbytes):
             known.failure = (f"tensor {name!r}: worker {known.ranks[0]} has {known.describe()}, worker {rank} has {wanted.describe()}; "
                              "all workers must push the same shape and dtype under one name")
+            known.status = -2
             told += [r for r in known.ranks if r != rank]
         if rank not in known.ranks:
             known.ranks.append(rank)
         return known, told
+
+    def fail(self, name: str, generation: int, status: int, text: str) -> None:
+        """Nobody shall use this declaration any more: who declares it later is told so."""
+        known = self._tensors.get((name, generation))
+        if known is not None and not known.failure:
+            known.failure, known.status = text, status
+
+    def describe(self, name: str, generation: int) -> str:
+        """A declared tensor, for people."""
+        known = self._tensors.get((name, generation))
+        return repr(name) + (f" ({known.describe()})" if known is not None else "")
 
     def __len__(self) -> int:
         return len(self._tensors)

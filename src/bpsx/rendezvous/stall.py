@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 Key = tuple[str, int]
 
@@ -29,9 +30,9 @@ class Stalls:
         self._truncated: set[int] = set()
         self._warned: dict[Key, float] = {}
 
-    def report(self, rank: int, tensors: Sequence[Sequence[object]], more: bool) -> None:
+    def report(self, rank: int, tensors: Sequence[Sequence[Any]], more: bool) -> None:
         """Worker ``rank`` waits for ``tensors``: [name, generation, round, seconds]; ``more``: the list was cut."""
-        self._by_rank[rank] = {(str(n), int(g)): _Wait(int(r), float(s)) for n, g, r, s in tensors}  # type: ignore[call-overload]
+        self._by_rank[rank] = {(n, g): _Wait(r, s) for n, g, r, s in tensors}
         (self._truncated.add if more else self._truncated.discard)(rank)
 
     def _lacking(self, key: Key, ranks: Sequence[int]) -> list[int]:
@@ -44,11 +45,11 @@ class Stalls:
         for rank in ranks:
             for key, wait in self._by_rank.get(rank, {}).items():
                 lacking = self._lacking(key, ranks)
-                if wait.seconds < self._warn_after or not lacking or now - self._warned.get(key, -1e9) < self._warn_after:
+                if wait.seconds < self._warn_after or now - self._warned.get(key, -1e9) < self._warn_after:
                     continue
                 self._warned[key] = now
-                out.append((rank, f"tensor {key[0]!r} round {wait.round}: pushed {wait.seconds:.0f} s ago by worker {rank}, "
-                                  f"not pushed by {self._tell(lacking)}"))
+                why = f"not pushed by {self._tell(lacking)}" if lacking else "pushed by all, not answered by the server yet"
+                out.append((rank, f"tensor {key[0]!r} round {wait.round}: pushed {wait.seconds:.0f} s ago by worker {rank}, {why}"))
         return out
 
     def _tell(self, lacking: Sequence[int]) -> str:
@@ -58,17 +59,12 @@ class Stalls:
             parts.append(f"worker {rank}" + (f" (which waits for {', '.join(map(repr, others[:3]))})" if others else ""))
         return ", ".join(parts) + (f" and {len(lacking) - 8} more" if len(lacking) > 8 else "")
 
-    def deadlock(self, ranks: Sequence[int]) -> list[tuple[int, list[list[object]], str]]:
-        """(rank, [[name, generation]], text) to fail, when every worker has waited in vain for long enough; else nothing."""
-        stuck: dict[int, list[Key]] = {}
-        for rank in ranks:
-            stuck[rank] = [k for k, w in self._by_rank.get(rank, {}).items()
-                           if w.seconds >= self._deadlock_after and self._lacking(k, ranks)]
+    def deadlock(self, ranks: Sequence[int]) -> dict[int, list[Key]]:
+        """What each worker waits for in vain, when every one of ``ranks`` has done so for long enough; else nothing."""
+        stuck = {rank: [k for k, w in self._by_rank.get(rank, {}).items() if w.seconds >= self._deadlock_after and self._lacking(k, ranks)]
+                 for rank in ranks}
         if len(ranks) < 2 or not all(stuck.values()):
-            return []
-        text = "; ".join(f"worker {r} waits for {', '.join(repr(k[0]) for k in keys[:4])}" for r, keys in stuck.items())
+            return {}
         for rank in ranks:
             self._by_rank[rank] = {}
-        return [(rank, [[k[0], k[1]] for k in keys],
-                 f"nobody can go on: {text}; each of these has not been pushed by another worker. Do all workers use the same names, "
-                 "in code that all of them reach?") for rank, keys in stuck.items()]
+        return stuck

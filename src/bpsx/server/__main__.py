@@ -33,6 +33,7 @@ class Server:
         self._failed = threading.Event()
         self._failure = ""
         self._joined = False
+        self._signal = 0
         self._lanes: list[Lane] = []
 
     def run(self) -> int:
@@ -67,14 +68,23 @@ class Server:
             lane = Lane(endpoint, job=welcome["job"], workers=welcome["workers"], fixed_order=config.fixed_order,
                         scheduled=config.server_schedule, spin_us=config.spin_us, log=log.error)
             self._lanes.append(lane)
-            threads.append(threading.Thread(target=lane.run, name=f"bpsx-lane-{i}"))
+            threads.append(threading.Thread(target=self._run_lane, args=(lane,), name=f"bpsx-lane-{i}"))
         for thread in threads:
             thread.start()
         log.info("server %d: %s", welcome["rank"], ", ".join(e.address for e in endpoints))
         return threads
 
+    def _run_lane(self, lane: Lane) -> None:
+        try:
+            lane.run()
+        except MemoryError as e:
+            self._lost(f"a lane has ended: {e}")
+
     def _wait(self) -> None:
-        while not self._over.wait(1.0):
+        while not self._over.wait(0.25):
+            if self._signal:
+                self._lost(f"ended by {signal.Signals(self._signal).name}")
+                return
             if self._failed.is_set():
                 self._over.wait(LINGER_SECONDS)
                 return
@@ -94,8 +104,8 @@ class Server:
         """End because of a signal: the job fails, and says why. Before it has begun nobody has to be told."""
         if not self._joined:
             raise SystemExit(128 + signum)
-        self._lost(f"ended by {signal.Signals(signum).name}")
-        self._over.set()
+        # Nothing more: the main thread may be holding the very lock that an Event needs.
+        self._signal = signum
 
     def _handle(self, message: dict[str, Any]) -> None:
         kind = message["type"]

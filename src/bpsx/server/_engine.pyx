@@ -16,7 +16,7 @@ from bpsx.server.lane cimport (
     MAX_PARTITION_BYTES, MAX_SLOTS, N_DTYPES, RECEIVE_AT_ONCE, Lane as CLane, Out, Pending,
 )
 from bpsx.server.store cimport (
-    ACCEPTED, CLOSED, FAILED, MALFORMED, REPEATED, Entry, Share, Verdict, add, count_push, entry_free, entry_new,
+    FAILED, MALFORMED, REPEATED, Entry, Share, Verdict, add, count_push, entry_free, entry_new,
 )
 from bpsx.transports.abi cimport Endpoint, Message
 
@@ -90,7 +90,7 @@ cdef void add_held(CLane *lane, Entry *e) noexcept nogil:
     """Add what was held for as long as the next rank's push is there."""
     cdef Share *share
     cdef bint kept
-    while e.next_rank < lane.workers and e.shares[e.next_rank].body != NULL:
+    while e.status == 0 and e.next_rank < lane.workers and e.shares[e.next_rank].body != NULL:
         share = &e.shares[e.next_rank]
         kept = False
         add_share(lane, e, share.message, share.body, &kept)
@@ -163,11 +163,13 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
     cdef Entry *e = lane.entries[h.slot] if h.slot < lane.n_entries else NULL
     cdef Verdict verdict
     cdef uint32_t who = 0
-    cdef bint had_failed
     if e == NULL or h.epoch != lane.epoch:
         send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)
         return -1
-    had_failed = e.status != 0
+    if e.status == E_LEFT and h.key == e.key:
+        # Such a round never closes: whatever a worker pushes from now on, in whatever round of its own, is answered so.
+        send_error(lane, h.sender, h.key, h.round, h.cookie, E_LEFT, e.detail_a, 0)
+        return 0
     verdict = count_push(e, h, lane.workers)
     if verdict == MALFORMED:
         send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)
@@ -175,20 +177,13 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
     if verdict == REPEATED:
         lane.repeated += 1
         return 0
-    if verdict == FAILED:
-        if had_failed:
-            send_error(lane, h.sender, e.key, e.round, h.cookie, e.status, e.detail_a, e.detail_b)
-        else:
-            fail_round(lane, e)
-    else:
+    if verdict != FAILED:
         contribute(lane, e, h, m, body, kept)
-        if e.status != 0:
-            fail_round(lane, e)
-        elif verdict == ACCEPTED and lane.somebody_gone and lacks_somebody(lane, e, &who):
-            abandon(lane, e, who)
     if e.pushed == lane.workers:
         drop_held(lane, e)
         close_round(lane, e)
+    elif lane.somebody_gone and lacks_somebody(lane, e, &who):
+        abandon(lane, e, who)
     return 0
 
 
@@ -311,13 +306,13 @@ cdef void notice_gone(CLane *lane) noexcept nogil:
             lane.somebody_gone = True
     for i in range(lane.n_entries):
         e = lane.entries[i]
-        if e != NULL and e.pushed and e.status == 0 and lacks_somebody(lane, e, &who):
+        if e != NULL and e.pushed and e.status != E_LEFT and lacks_somebody(lane, e, &who):
             abandon(lane, e, who)
 
 
 cdef void run(CLane *lane) noexcept nogil:
     cdef int64_t idle_since = 0, now
-    while not atomic_load(&lane.stopping):
+    while not atomic_load(&lane.stopping) and not lane.dropped:
         if atomic_load(&lane.news):
             notice_gone(lane)
             flush_all(lane)
@@ -379,9 +374,11 @@ cdef class Lane:
         self.logger(text)
 
     def run(self) -> None:
-        """Work until stopped."""
+        """Work until stopped. Raises :class:`MemoryError` when there is no memory for a message: somebody would wait for it for ever."""
         with nogil:
             run(&self.c)
+        if self.c.dropped:
+            raise MemoryError("no memory for a message")
 
     def gone(self, rank: int) -> None:
         """Worker ``rank`` has left the job in good order: rounds that lack it fail."""

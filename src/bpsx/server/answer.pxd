@@ -53,7 +53,7 @@ cdef inline void flush_all(Lane *lane) noexcept nogil:
 
 
 cdef inline void put_record(Lane *lane, uint32_t rank, Header *h, char *body) noexcept nogil:
-    """Batch a record for a worker. Without memory it is lost, and counted: the worker's stall report names the tensor."""
+    """Batch a record for a worker. Without memory it is lost and counted, which ends the lane and so the job."""
     cdef Out *out = &lane.outs[rank]
     cdef size_t size = HEADER_BYTES + padded(h.length)
     if out.frame != NULL and out.size + size > BATCH_BYTES:
@@ -128,6 +128,17 @@ cdef inline void answer_small(Lane *lane, Entry *e) noexcept nogil:
     let_go(lane, e.first)
 
 
+cdef inline void fail_round(Lane *lane, Entry *e) noexcept nogil:
+    """Tell everybody who has pushed in the open round that it has failed.
+
+    Not before the round is whole, or the workers' counts of rounds would part; except when it will never be.
+    """
+    cdef uint32_t rank
+    for rank in range(lane.workers):
+        if e.shares[rank].pushed:
+            send_error(lane, rank, e.key, e.round, e.shares[rank].cookie, e.status, e.detail_a, e.detail_b)
+
+
 cdef inline void close_round(Lane *lane, Entry *e) noexcept nogil:
     """Everybody has pushed: answer, and open the next round."""
     if e.status == 0:
@@ -138,13 +149,6 @@ cdef inline void close_round(Lane *lane, Entry *e) noexcept nogil:
         lane.rounds += 1
         lane.bytes += e.nbytes
     else:
+        fail_round(lane, e)
         let_go(lane, e.first)
     open_next_round(e, lane.workers)
-
-
-cdef inline void fail_round(Lane *lane, Entry *e) noexcept nogil:
-    """Tell everybody who has pushed in the open round that it has failed; who pushes later is told then."""
-    cdef uint32_t rank
-    for rank in range(lane.workers):
-        if e.shares[rank].pushed:
-            send_error(lane, rank, e.key, e.round, e.shares[rank].cookie, e.status, e.detail_a, e.detail_b)

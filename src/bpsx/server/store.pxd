@@ -16,7 +16,7 @@ cdef enum Verdict:
     CLOSED = 1                  # counted, and it was the last one
     REPEATED = 2                # this worker has pushed in this round already: ignore
     MALFORMED = 3               # wrong round, length, dtype or key
-    FAILED = 4                  # counted, but the round has failed: tell the sender
+    FAILED = 4                  # counted, but the round has failed: its body is not wanted
 
 cdef struct Share:
     # One worker's part in the open round.

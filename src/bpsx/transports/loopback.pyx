@@ -181,6 +181,10 @@ cdef class LoopbackEndpoint:
         self.state.peers[peer] = other.state
         self.others[peer] = other
 
+    def disconnect(self, int peer) -> None:
+        """From now on ``peer`` cannot be reached."""
+        self.state.peers[peer] = NULL
+
     def inject(self, uint32_t peer, bytes head not None, bytes body=None) -> None:
         """Let a message arrive here, as if ``peer`` had sent it."""
         cdef Node *node = node_new(peer, <char *>head, len(head), <char *>body if body is not None else NULL,

@@ -1,0 +1,79 @@
+"""The worker's side of the native core; see ``_core.pyx``."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from typing_extensions import Buffer
+
+# Memory to read or write: a C-contiguous buffer, or (address, bytes) kept alive by `owner`.
+_Memory: TypeAlias = Buffer | tuple[int, int]
+
+class Tensor:
+    """A declared tensor: its partitions with key, lane and slot. Immutable; any thread."""
+
+    def __init__(self, name: str, dtype: int, parts: Sequence[tuple[int, int, int, int, int]], stages: bytes) -> None:
+        """``parts``: (key, lane, slot, offset, length) each, a list; offset and length in bytes."""
+    @property
+    def name(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+
+class Handle:
+    """One push_pull under way. Thread-safe."""
+
+    result: Any
+    @property
+    def name(self) -> str: ...
+    def done(self) -> bool:
+        """Whether the operation has ended, well or not. Does not block."""
+    def wait(self, timeout: float | None = None) -> Any:
+        """The result. Raises :class:`~bpsx.errors.BpsxError`, or :class:`TimeoutError` after ``timeout`` seconds."""
+
+class Core:
+    """The state machine of a worker's partitions over one endpoint. Thread-safe."""
+
+    def __init__(self, endpoint: Any, *, rank: int, job: int, lanes: int, credit: int, spin_us: float) -> None:
+        """``endpoint``: an object with ``abi()``; ``credit``: bytes in flight per lane, 0 for no bound."""
+    @property
+    def told(self) -> bool:
+        """Whether a failure has been raised in the script."""
+    @property
+    def failed(self) -> str:
+        """Why the core has failed, or an empty string."""
+    @property
+    def outstanding(self) -> int:
+        """push_pulls under way."""
+    def greet(self, deadline_s: float) -> list[int]:
+        """Ask every lane whether it is there; returns those that did not answer in time. Before :meth:`start`."""
+    def start(self) -> None:
+        """Start the background thread."""
+    def submit(
+        self, tensor: Tensor, input: _Memory | None, output: _Memory, *, divisor: int = 1, broadcast: bool = False, priority: int = 0,
+        will_wait: bool = False, owner: object = None, result: object = None,
+    ) -> Handle:
+        """Push ``input`` (None: nothing) and pull into ``output``. ``divisor`` is the root's rank for a broadcast."""
+    def prepare(
+        self, name: str, nbytes: int, input: _Memory | None, output: _Memory, *, divisor: int = 1, broadcast: bool = False, priority: int = 0,
+        owner: object = None, result: object = None,
+    ) -> Handle:
+        """A handle for a tensor without a place; then :meth:`release` or :meth:`end`. Raises :class:`ValueError` for a wrong size."""
+    def release(self, handle: Handle, tensor: Tensor, will_wait: bool = False) -> None:
+        """Hand a prepared handle to the driver."""
+    def copy_through(self, handle: Handle, nbytes: int) -> None:
+        """What a push_pull is with a single worker: input to output, done."""
+    def end(self, handle: Handle, status: int, detail: str | None) -> None:
+        """End a prepared handle that was never released."""
+    def fail_tensor(self, tensor: Tensor, status: int, detail: str) -> None:
+        """End every push_pull of ``tensor``, present and future."""
+    def fail(self, status: int, detail: str) -> None:
+        """End every push_pull, present and future. The first failure wins."""
+    def waiting(self, age_s: float) -> list[tuple[str, int, float]]:
+        """(name, round, seconds) of push_pulls older than ``age_s`` seconds, the oldest first."""
+    def counters(self) -> dict[str, int]:
+        """What has been moved so far."""
+    def settle(self, seconds: float) -> None:
+        """Let what is outstanding go on for a moment, whoever drives."""
+    def reap(self) -> None:
+        """Drop the references to handles that are finished."""
+    def close(self) -> None:
+        """End what is under way, stop the thread. Before the endpoint's close. Idempotent."""

@@ -1,0 +1,24 @@
+"""A server's lane; see ``_engine.pyx``."""
+
+from collections.abc import Callable
+from typing import Any
+
+class Lane:
+    """One lane over one endpoint. :meth:`run` blocks until :meth:`stop`; the other methods may be called from any thread."""
+
+    def __init__(
+        self, endpoint: Any, *, job: int, workers: int, fixed_order: bool = False, scheduled: bool = False, spin_us: float = 0,
+        log: Callable[[str], object] = ...,
+    ) -> None: ...
+    def load(self, dtype: int) -> None:
+        """Make sure that the kernels of a dtype code are there. Raises :class:`KeyError` for an unknown code."""
+    def log(self, text: str) -> None:
+        """Say something to people."""
+    def run(self) -> None:
+        """Work until stopped."""
+    def gone(self, rank: int) -> None:
+        """Worker ``rank`` has left the job in good order: rounds that lack it fail."""
+    def stop(self) -> None:
+        """Let :meth:`run` return."""
+    def counters(self) -> dict[str, int]:
+        """Rounds closed, bytes of results, messages, and what was refused."""

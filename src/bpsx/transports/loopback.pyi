@@ -1,0 +1,25 @@
+"""Endpoints within one process; see ``loopback.pyx``."""
+
+from typing import Any
+
+class LoopbackEndpoint:
+    """One end; :meth:`connect` joins it to another. All ends must be closed before any is dropped."""
+
+    hold_done: bool
+    """Whether done callbacks are held back. To be set before the first send."""
+
+    def __init__(self) -> None: ...
+    def abi(self) -> Any:
+        """The data plane: a capsule, valid as long as this object."""
+    def connect(self, peer: int, other: LoopbackEndpoint, as_peer: int) -> None:
+        """Reach ``other`` as peer ``peer``, appearing there as ``as_peer``. Raises :class:`~bpsx.errors.TransportError`."""
+    def inject(self, peer: int, head: bytes, body: bytes | None = None) -> None:
+        """Let a message arrive here, as if ``peer`` had sent it."""
+    def sent(self, timeout: float = 0) -> tuple[int, bytes, bytes | None] | None:
+        """The next message that has arrived here, as (peer, head, body); None if none came within ``timeout`` seconds."""
+    def complete(self) -> int:
+        """Run the done callbacks that were held back; returns how many. Not while another thread sends."""
+    def wake(self) -> None:
+        """End a wait of the data plane. Any thread."""
+    def close(self) -> None:
+        """Drop what was not received and run what was held back. Idempotent."""

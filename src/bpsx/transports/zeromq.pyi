@@ -1,0 +1,31 @@
+"""TCP through ZeroMQ; see ``zeromq.pyx``."""
+
+from typing import Any
+
+class ZeroMQEndpoint:
+    """One ROUTER socket with its peers. The contract is :class:`bpsx.transports.base.Endpoint`'s."""
+
+    def __init__(self, *, io_threads: int, send_buffer: int, heartbeat_interval: float, heartbeat_timeout: float) -> None:
+        """``send_buffer``: bytes, 0 to choose; the heartbeat's times are in seconds, interval 0 for none."""
+    @property
+    def address(self) -> str:
+        """``host:port`` after :meth:`bind`, else empty."""
+    @property
+    def malformed(self) -> int:
+        """Messages dropped because their frames made no sense."""
+    def bind(self, host: str) -> str:
+        """Listen on ``host`` at a port that the system chooses. Raises :class:`~bpsx.errors.TransportError`."""
+    def join(self, job: int, rank: int) -> None:
+        """The job's number, and the rank under which lanes shall know this endpoint."""
+    def connect(self, peer: int, address: str) -> None:
+        """Reach the lane at ``host:port`` as peer number ``peer``. Raises :class:`~bpsx.errors.TransportError`."""
+    def watch(self) -> int:
+        """Start to watch the connections; returns a descriptor that becomes readable when :meth:`lost` has news."""
+    def lost(self) -> list[int]:
+        """Peers whose connection has broken since the last call, -1 for one that cannot be named."""
+    def abi(self) -> Any:
+        """The data plane: a capsule, valid as long as this object."""
+    def wake(self) -> None:
+        """End a wait of the data plane. Any thread."""
+    def close(self) -> None:
+        """Drop what is unsent, run every outstanding done callback. Idempotent."""
