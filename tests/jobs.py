@@ -35,7 +35,8 @@ class Process:
         self.lines: list[str] = []
         self.errors: list[str] = []
         self._changed = threading.Condition()
-        self.popen = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
+        self.popen = subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
         self._readers = [threading.Thread(target=self._read, args=(stream, lines), daemon=True)
                          for stream, lines in ((self.popen.stdout, self.lines), (self.popen.stderr, self.errors))]
         for reader in self._readers:

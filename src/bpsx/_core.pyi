@@ -8,13 +8,20 @@ from typing_extensions import Buffer
 # Memory to read or write: a C-contiguous buffer, or (address, bytes) kept alive by `owner`.
 _Memory: TypeAlias = Buffer | tuple[int, int]
 
+def set_exit_status(status: int) -> None:
+    """Let the interpreter, once it has finalised, end with ``status`` instead of its own."""
+
 class Tensor:
     """A declared tensor: its partitions with key, lane and slot. Immutable; any thread."""
 
-    def __init__(self, name: str, dtype: int, parts: Sequence[tuple[int, int, int, int, int]], stages: bytes) -> None:
+    def __init__(
+        self, name: str, dtype: int, parts: Sequence[tuple[int, int, int, int, int]], stages: bytes, generation: int = 0,
+    ) -> None:
         """``parts``: (key, lane, slot, offset, length) each, a list; offset and length in bytes."""
     @property
     def name(self) -> str: ...
+    @property
+    def generation(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
 
@@ -34,6 +41,9 @@ class Core:
 
     def __init__(self, endpoint: Any, *, rank: int, job: int, lanes: int, credit: int, spin_us: float) -> None:
         """``endpoint``: an object with ``abi()``; ``credit``: bytes in flight per lane, 0 for no bound."""
+    @property
+    def pid(self) -> int:
+        """The process that made it."""
     @property
     def told(self) -> bool:
         """Whether a failure has been raised in the script."""
@@ -67,8 +77,8 @@ class Core:
         """End every push_pull of ``tensor``, present and future."""
     def fail(self, status: int, detail: str) -> None:
         """End every push_pull, present and future. The first failure wins."""
-    def waiting(self, age_s: float) -> list[tuple[str, int, float]]:
-        """(name, round, seconds) of push_pulls older than ``age_s`` seconds, the oldest first."""
+    def waiting(self, age_s: float) -> list[tuple[str, int, int, float]]:
+        """(name, generation, round, seconds) of push_pulls older than ``age_s`` seconds, the oldest first."""
     def counters(self) -> dict[str, int]:
         """What has been moved so far."""
     def settle(self, seconds: float) -> None:

@@ -68,7 +68,8 @@ class Session:
         configure(config, f"worker {config.rank}")
         self.config = config
         self.rank, self.size = config.rank, config.size
-        self.local_rank, self.local_size = config.local_rank, config.local_size
+        self.local_rank: int = config.local_rank
+        self.local_size: int = config.local_size
         # Re-entrant: a signal handler of the user's may shut down while the main thread is in here.
         self._lock = threading.RLock()
         self._settled = threading.Condition(self._lock)     # a declaration has been answered
@@ -84,19 +85,19 @@ class Session:
         self._broken: tuple[float, str] | None = None
         self._speed_mark = (0, 0)
         self._reported = False
+        self._endpoint: Any
+        self._core: Core
         if config.distributed:
             keep_memory(config.keep_memory)
             self._join()
         else:
-            self._endpoint: Any = LoopbackEndpoint()
+            self._endpoint = LoopbackEndpoint()
             self._core = Core(self._endpoint, rank=0, job=0, lanes=0, credit=0, spin_us=0)
 
     # ---- coming together
 
     def _join(self) -> None:
         link = Link(self.config)
-        self._endpoint: Any = None
-        self._core: Any = None
         try:
             welcome = link.join("worker", self.rank, own_host(self.config), [])
             self._names = welcome["names"]
@@ -113,10 +114,9 @@ class Session:
             watched = self._endpoint.watch()
             self._greet(link)
         except BaseException:
-            if self._core is not None:
-                self._core.close()
-            if self._endpoint is not None:
-                self._endpoint.close()
+            for name in ("_core", "_endpoint"):     # as far as it came
+                if hasattr(self, name):
+                    getattr(self, name).close()
             link.stop()
             raise
         self._link = link

@@ -7,6 +7,7 @@ import signal
 import socket
 
 import pytest
+
 from jobs import Job, run
 
 
@@ -217,13 +218,15 @@ def _hello(port: int, **changes: object) -> None:
     s.connect(f"tcp://127.0.0.1:{port}")
     config = {"DMLC_NUM_WORKER": 2, "DMLC_NUM_SERVER": 1, "BYTEPS_LOCAL_SIZE": 1, "BYTEPS_PARTITION_BYTES": 4096000,
               "BYTEPS_KEY_HASH_FN": "balanced", "BYTEPS_BUILT_IN_HASH_COEF": 1, **changes.pop("config", {})}
-    s.send_json({"type": "HELLO", "protocol": 1, "role": "worker", "rank": 0, "host": "127.0.0.1", "pid": 1, "lanes": [], "config": config, **changes})
+    s.send_json({"type": "HELLO", "protocol": 1, "role": "worker", "rank": 0, "host": "127.0.0.1", "pid": 1, "lanes": [], "config": config,
+                 **changes})
     s.close(2000)
     context.term()
 
 
 @pytest.mark.parametrize("changes", [
-    {}, {"role": "server", "lanes": ["127.0.0.1:1"]}, {"role": "server"}, {"config": {"BYTEPS_LOCAL_SIZE": "x"}}, {"config": {"BYTEPS_PARTITION_BYTES": None}},
+    {}, {"role": "server", "lanes": ["127.0.0.1:1"]}, {"role": "server"}, {"config": {"BYTEPS_LOCAL_SIZE": "x"}},
+    {"config": {"BYTEPS_PARTITION_BYTES": None}},
 ])
 def test_a_node_that_dies_at_once_is_not_counted(changes):
     job = Job("import bpsx, numpy as np\nbpsx.init()\nreport(float(bpsx.push_pull(np.ones(1), average=False)[0]))")

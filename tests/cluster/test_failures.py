@@ -6,6 +6,7 @@ import signal
 import socket
 
 import pytest
+
 from jobs import Job
 
 # Steps until something happens; says what.

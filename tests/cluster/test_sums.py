@@ -10,6 +10,7 @@ import sys
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from jobs import Job, run
 
 # Each worker draws its values from a generator seeded by (case, rank), so that every worker can compute what all have pushed.

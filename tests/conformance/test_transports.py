@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
+
 from bpsx.errors import TransportError
 from bpsx.transports.loopback import LoopbackEndpoint
 from bpsx.transports.zeromq import ZeroMQEndpoint

@@ -8,6 +8,7 @@ import weakref
 
 import numpy as np
 import pytest
+
 import core.wire as w
 from bpsx import errors
 from bpsx._core import Core, Tensor

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 
-import core.wire as w
 import ml_dtypes
 import numpy as np
 import pytest
+
+import core.wire as w
 from bpsx.dtypes import BY_NAME, DTYPES
 from bpsx.kernels.reference import reduce
 from bpsx.server._engine import Lane
@@ -156,7 +157,7 @@ def test_rounds_follow_each_other_and_a_fast_worker_may_be_one_ahead(rig, n):
         r.push(1, 0, a.tobytes(), round_=round_)
         assert r.take(0)[0].body == (a + a).tobytes()
     for round_ in range(4):
-        (answer,) = [x for x in r.take(1)]
+        (answer,) = r.take(1)
         assert answer.round == round_
 
 

@@ -5,6 +5,7 @@ The thread needs the GIL only to handle control messages. Liveness does not depe
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -19,6 +20,7 @@ from zmq.utils.monitor import parse_monitor_message
 from bpsx.config import Config, fingerprint
 from bpsx.errors import RendezvousError
 from bpsx.rendezvous import messages
+from bpsx.rendezvous.sockets import open_socket
 from bpsx.transports.address import is_ipv6, resolve, tcp_url
 
 log = logging.getLogger("bpsx.link")
@@ -32,16 +34,9 @@ class Link:
         self._config = config
         self.where = f"scheduler at {config.root_uri}:{config.root_port}"
         self._context = zmq.Context(1)
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_BYTES)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket = open_socket(self._context, zmq.DEALER, config)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        if config.heartbeat_interval > 0:
-            self._socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(config.heartbeat_interval * 1000)))
-            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(config.heartbeat_timeout * 1000)))
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._outbox: deque[bytes] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -168,10 +163,8 @@ class Link:
 
     def _turn(self, handle: Callable[[dict[str, Any]], None], lost: Callable[[str], None]) -> None:
         """One round: what was to be sent, what has come, whether the hub is there."""
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        except BlockingIOError:
-            pass
         while self._outbox:
             self._socket.send(self._outbox.popleft())
         # Messages before the monitor: the hub's last word comes before the end of its connection.

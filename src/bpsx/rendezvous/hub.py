@@ -20,6 +20,7 @@ from bpsx.config import Config
 from bpsx.errors import TransportError
 from bpsx.rendezvous import messages
 from bpsx.rendezvous.membership import Membership, Output, names
+from bpsx.rendezvous.sockets import open_socket
 from bpsx.transports.address import is_ipv6, tcp_url
 
 log = logging.getLogger("bpsx.scheduler")
@@ -37,16 +38,9 @@ class Hub:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._context = zmq.Context(1)
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_BYTES)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket = open_socket(self._context, zmq.ROUTER, config)
         # A send to a node whose connection is gone says so: it may have died before its HELLO was read, with no event left to come.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        if config.heartbeat_interval > 0:
-            self._socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(config.heartbeat_interval * 1000)))
-            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(config.heartbeat_timeout * 1000)))
         self.port = self._bind()
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._descriptors: dict[int, bytes] = {}
@@ -134,7 +128,7 @@ class Hub:
             except zmq.Again:
                 return
             self._read_monitor()
-            self._handle(bytes(ident), frames)
+            self._handle(ident.bytes, frames)
 
     def _read_monitor(self) -> None:
         while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
@@ -147,7 +141,7 @@ class Hub:
         try:
             if len(frames) != 1:
                 raise messages.BadMessage(f"{len(frames)} frames; one is expected")
-            message = messages.decode(bytes(frames[0]))
+            message = messages.decode(frames[0].bytes)
             messages.check(message)
         except messages.BadMessage as e:
             log.warning("dropped a message that makes no sense: %s", e)

@@ -15,7 +15,7 @@ MAX_NAME = 4096
 _POSITION = (int, 0, 2**32)
 _TEXT = (str, 0, 1 << 16)
 #: type -> field -> (type, least, most); for strings and lists the bounds are on the length.
-_FIELDS: dict[str, dict[str, tuple[type, int, int]]] = {
+_FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
     "HELLO": {"protocol": _POSITION, "role": (str, 1, 16), "rank": (int, -1, 2**31), "host": _TEXT, "pid": _POSITION,
               "lanes": (list, 0, 4096), "config": (dict, 0, 64)},
     "DECLARE": {"name": (str, 1, MAX_NAME), "generation": _POSITION, "nbytes": (int, 0, 2**62), "dtype": (int, 0, 255),
@@ -53,7 +53,7 @@ def check(message: dict[str, Any]) -> None:
     if fields is None:
         raise BadMessage(f"unknown type {message['type'][:40]!r}")
     for name, (kind, least, most) in fields.items():
-        value = message.get(name)
+        value: Any = message.get(name)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise BadMessage(f"{message['type']}: field {name!r} is not {kind.__name__}")
         size = value if isinstance(value, int) else len(value)

@@ -36,7 +36,7 @@ def is_loopback(host: str) -> bool:
         infos = socket.getaddrinfo(host.strip("[]"), None)
     except OSError:
         return False
-    return all(ipaddress.ip_address(info[4][0].split("%")[0]).is_loopback for info in infos)
+    return all(ipaddress.ip_address(str(info[4][0]).split("%")[0]).is_loopback for info in infos)
 
 
 def resolve(host: str, port: int) -> str:

@@ -13,6 +13,8 @@ class LoopbackEndpoint:
         """The data plane: a capsule, valid as long as this object."""
     def connect(self, peer: int, other: LoopbackEndpoint, as_peer: int) -> None:
         """Reach ``other`` as peer ``peer``, appearing there as ``as_peer``. Raises :class:`~bpsx.errors.TransportError`."""
+    def disconnect(self, peer: int) -> None:
+        """From now on ``peer`` cannot be reached."""
     def inject(self, peer: int, head: bytes, body: bytes | None = None) -> None:
         """Let a message arrive here, as if ``peer`` had sent it."""
     def sent(self, timeout: float = 0) -> tuple[int, bytes, bytes | None] | None:

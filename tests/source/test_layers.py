@@ -1,0 +1,57 @@
+"""A file imports only from layers below its own. The table is ARCHITECTURE.md's tree."""
+
+from __future__ import annotations
+
+import pytest
+
+from source.places import ROOT, files, imports, module_of
+
+# Most specific first; a smaller number is a higher layer. The leaves, from 8 on, may be imported by all.
+LAYERS = [
+    ("bpsx.torch", 1), ("bpsx._adapter", 1.5),
+    ("bpsx.api", 2), ("bpsx.session", 2.5),
+    ("bpsx.partitioner", 3), ("bpsx.placement", 3), ("bpsx.pipeline", 3),
+    ("bpsx._core", 4), ("bpsx.core", 4.5),
+    ("bpsx.transports.abi", 6), ("bpsx.transports", 5), ("bpsx.kernels.abi", 6), ("bpsx.kernels", 5),
+    ("bpsx.launch", 0), ("bpsx.server", 2), ("bpsx.rendezvous.__main__", 2), ("bpsx.rendezvous", 2.6),
+    ("bpsx.errors", 11), ("bpsx.config", 10), ("bpsx.dtypes", 10), ("bpsx.logs", 9), ("bpsx.host", 8), ("bpsx", 0.5),
+]
+# Crossings that are meant, with their reason.
+ALLOWED = {
+    ("bpsx.host", "bpsx.transports.address"),           # which address is ours: pure functions on addresses
+    ("bpsx.transports.zeromq", "bpsx.core.sync"),       # atomics and clock: no state of the core
+    ("bpsx.transports.loopback", "bpsx.core.sync"),
+}
+
+
+def layer(module: str) -> float:
+    return next(number for name, number in LAYERS if module == name or module.startswith(name + "."))
+
+
+def group(module: str) -> str:
+    return next(name for name, _ in LAYERS if module == name or module.startswith(name + "."))
+
+
+@pytest.mark.parametrize("path", files("src"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_down(path):
+    module = module_of(path)
+    if module == "bpsx":
+        return      # the face: re-exports the verbs, lazily
+    for imported in imports(path):
+        if imported == "bpsx.__version__" or group(imported) == group(module) or (module, imported) in ALLOWED:
+            continue
+        assert layer(imported) > layer(module), f"{module} (layer {layer(module)}) imports {imported} (layer {layer(imported)})"
+
+
+def test_the_adapter_is_a_plugins_only_way_in():
+    for path in files("src/bpsx/torch"):
+        for imported in imports(path):
+            allowed = ("bpsx.torch", "bpsx._adapter", "bpsx.api", "bpsx.errors", "bpsx.dtypes", "bpsx._core")
+            assert imported.startswith(allowed), (path, imported)
+
+
+def test_the_tree_in_the_architecture_page_is_there():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    for path in (ROOT / "src" / "bpsx").iterdir():
+        if path.suffix in (".py", ".pyx") and not path.name.startswith("__") or path.is_dir() and path.name != "__pycache__":
+            assert path.name in text, f"ARCHITECTURE.md does not mention {path.name}"

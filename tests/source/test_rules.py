@@ -1,0 +1,133 @@
+"""House rules that can be read off the sources."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from bpsx.config import reference
+from source.places import ROOT, SOURCE, files, module_of
+
+PACKAGE = files("src")
+
+
+def everything() -> list:
+    return files("src", "tests", "bench", "examples")
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=lambda p: p.name)
+def test_only_config_reads_the_environment(path):
+    if path != SOURCE / "config.py":
+        assert not re.search(r"os\.environ|getenv|os import .*environ", path.read_text())
+
+
+@pytest.mark.parametrize("path", PACKAGE, ids=lambda p: p.name)
+def test_nothing_is_unpickled_or_evaluated(path):
+    assert not re.search(r"\b(pickle|marshal|shelve|dill)\b|\beval\(|\bexec\(|torch\.(load|save)\(|allow_pickle", path.read_text())
+
+
+def functions(text: str):
+    """(name, lines) of each function, by indentation."""
+    lines = text.splitlines()
+    for i, line in enumerate(lines):
+        head = re.match(r"(\s*)(?:async\s+)?(?:def|cdef|cpdef)\b.*\(", line)
+        if not head or line.rstrip().endswith((";", "nogil")) and not line.rstrip().endswith(":"):
+            continue
+        end = i + 1
+        while end < len(lines) and (not lines[end].strip() or len(lines[end]) - len(lines[end].lstrip()) > len(head[1])
+                                    or lines[end].lstrip().startswith(")")):
+            end += 1
+        while not lines[end - 1].strip():
+            end -= 1
+        yield line.strip(), end - i
+
+
+@pytest.mark.parametrize("path", everything(), ids=lambda p: p.name)
+def test_sizes(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 500
+    long = [(name, n) for name, n in functions(text) if n > 60]
+    assert not long
+
+
+def test_every_compiled_module_has_a_stub_that_names_all_it_offers():
+    import ast
+    import importlib
+
+    for path in (p for p in PACKAGE if p.suffix == ".pyx"):
+        stub = path.with_suffix(".pyi")
+        assert stub.exists(), f"{path.name} has no stub"
+        tree = ast.parse(stub.read_text())
+        module = importlib.import_module(module_of(path))
+        classes = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
+        named = set(classes) | {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
+        here = {n for n, v in vars(module).items() if not n.startswith("_") and getattr(v, "__module__", None) == module.__name__}
+        assert here == named, f"{path.name}: {here ^ named}"
+        for name, node in classes.items():
+            cls = getattr(module, name)
+            offered = {n for n in vars(cls) if not n.startswith("_")}
+            told = {n.name for n in node.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")}
+            told |= {n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+            assert offered == told, f"{path.name}: {name}: {offered ^ told}"
+    assert (SOURCE / "py.typed").exists()
+
+
+@pytest.mark.parametrize("path", [p for p in PACKAGE if p.suffix == ".pyx"], ids=lambda p: p.name)
+def test_nogil_code_compiles_without_hints(path, tmp_path):
+    done = subprocess.run([sys.executable, "-m", "cython", "-3", "-Wextra", "-I", str(ROOT / "src"), str(path), "-o", str(tmp_path / "out.c")],
+                          capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout + done.stderr
+    assert "performance hint" not in said and "warning" not in said, said
+
+
+def test_header_is_what_the_tests_speak():
+    """The scripted peers of the tests were written from the wire's definition; field by field they still agree."""
+    from core.wire import Record
+
+    text = (SOURCE / "core" / "header.pxd").read_text()
+    body = text[text.index("cdef packed struct Header"):text.index("cdef inline uint64_t padded")]
+    found = re.findall(r"^ {4}(u?int\d+)_t (\w+)", body, re.M)
+    assert sum(int(kind.removeprefix("u").removeprefix("int")) // 8 for kind, _ in found) == 64
+    assert [name for _, name in found] == ["magic", "version", *Record._fields[:-1]]
+
+
+def test_stage_and_status_codes_agree():
+    from bpsx.errors import STATUS
+    from bpsx.pipeline import Stage
+
+    stages = (SOURCE / "core" / "stage.pxd").read_text()
+    block = stages[stages.index("cdef enum Stage:"):stages.index("cdef inline")]
+    assert {n: int(v) for n, v in re.findall(r"^ {4}(\w+) = (\d+)", block, re.M)} == {s.name: s.value for s in Stage}
+    status = (SOURCE / "core" / "status.pxd").read_text()
+    assert {int(v) for v in re.findall(r"= (-\d+)", status)} == set(STATUS)
+
+
+def test_the_options_page_is_generated():
+    assert (ROOT / "docs" / "options.md").read_text() == reference(), "run `make docs`"
+
+
+def test_development_requirements_hold_the_packages():
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = {*project["build-system"]["requires"], *project["project"]["dependencies"],
+              *(r for extra in ("test", "demo") for r in project["project"]["optional-dependencies"][extra])} - {"meson-python>=0.16"}
+    given = {line.split("#")[0].strip() for line in (ROOT / "requirements-dev.txt").read_text().splitlines()}
+    assert wanted <= given, wanted - given
+
+
+def test_versions_agree():
+    import bpsx
+
+    for name in ("pyproject.toml", "meson.build"):
+        assert re.search(rf"^\s*version\s*[=:]\s*['\"]{re.escape(bpsx.__version__)}['\"]", (ROOT / name).read_text(), re.M), name
+
+
+@pytest.mark.parametrize("command", [["ruff", "check", "."], ["mypy"]], ids=["ruff", "mypy"])
+def test_lint(command):
+    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
