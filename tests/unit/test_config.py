@@ -1,0 +1,111 @@
+"""Options: defaults, refusals that name variable, value and what is allowed, and what must fit together."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+
+from bpsx.config import NOT_USED, OPTIONS, Config, cache_dir, fingerprint, reference
+from bpsx.errors import ConfigError
+
+WORKER = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "h", "DMLC_PS_ROOT_PORT": "1", "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1",
+          "DMLC_WORKER_ID": "1"}
+# What each kind of option refuses.
+REFUSED = {
+    "DMLC_ROLE": "boss", "DMLC_PS_ROOT_PORT": "65536", "DMLC_NUM_WORKER": "0", "DMLC_NUM_SERVER": "-1", "DMLC_WORKER_ID": "one",
+    "BYTEPS_LOCAL_RANK": "-1", "BYTEPS_LOCAL_SIZE": "0", "BYTEPS_FORCE_DISTRIBUTED": "maybe", "DMLC_ENABLE_RDMA": "carrier-pigeon",
+    "BYTEPS_PARTITION_BYTES": "4095", "BYTEPS_KEY_HASH_FN": "md5", "BYTEPS_BUILT_IN_HASH_COEF": "0", "BYTEPS_SCHEDULING_CREDIT": "-1",
+    "BYTEPS_SERVER_ENGINE_THREAD": "0", "BYTEPS_SERVER_ENABLE_SCHEDULE": "2", "BYTEPS_ZMQ_NTHREADS": "x", "BPSX_SEND_BUFFER_KB": "-1",
+    "BPSX_SPIN_US": "-1", "BPSX_FIXED_ORDER": "2", "BPSX_KEEP_MEMORY_MB": "1e3", "BPSX_RENDEZVOUS_TIMEOUT": "inf",
+    "PS_HEARTBEAT_INTERVAL": "nan", "PS_HEARTBEAT_TIMEOUT": "-2", "BPSX_STALL_WARN_SECONDS": "0", "BPSX_DEADLOCK_SECONDS": "0",
+    "BPSX_SHUTDOWN_TIMEOUT": "soon", "BYTEPS_LOG_LEVEL": "loud", "BYTEPS_LOG_HIDE_TIME": "perhaps",
+}
+FREE_TEXT = {"DMLC_PS_ROOT_URI", "DMLC_NODE_HOST", "DMLC_INTERFACE", "BPSX_CACHE_DIR", "BPSX_PORT_FILE"}
+
+
+def test_every_option_has_a_case_here():
+    assert {o.env for o in OPTIONS} == set(REFUSED) | FREE_TEXT
+    assert len({o.env for o in OPTIONS}) == len(OPTIONS) == len({o.field for o in OPTIONS})
+    assert not NOT_USED & {o.env for o in OPTIONS}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_a_malformed_value_names_variable_value_and_what_is_allowed(name):
+    option = next(o for o in OPTIONS if o.env == name)
+    with pytest.raises(ConfigError) as e:
+        Config({**WORKER, name: REFUSED[name]})
+    assert name in str(e.value) and repr(REFUSED[name]) in str(e.value) and option.allowed in str(e.value)
+
+
+def test_defaults_alone_are_a_configuration():
+    config = Config({})
+    assert (config.partition_bytes, config.size, config.rank, config.distributed) == (4096000, 1, 0, False)
+    assert 1 <= config.engine_threads <= 4 and not config.unknown
+
+
+@pytest.mark.parametrize("text", ["", " "])
+def test_an_empty_variable_is_as_good_as_none(text):
+    assert Config({"BYTEPS_FORCE_DISTRIBUTED": ""}).force_distributed is False
+    assert Config({"BYTEPS_PARTITION_BYTES": ""}).partition_bytes == 4096000
+
+
+def test_rank_and_size():
+    config = Config({**WORKER, "BYTEPS_LOCAL_SIZE": "4", "BYTEPS_LOCAL_RANK": "3"})
+    assert (config.rank, config.size, config.distributed) == (7, 8, True)
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    ({"DMLC_ROLE": None}, "DMLC_ROLE"), ({"DMLC_PS_ROOT_URI": None}, "DMLC_PS_ROOT_URI"), ({"DMLC_PS_ROOT_PORT": None}, "DMLC_PS_ROOT_PORT"),
+    ({"DMLC_NUM_SERVER": None}, "DMLC_NUM_SERVER"), ({"DMLC_NUM_SERVER": "0"}, "DMLC_NUM_SERVER=0"), ({"DMLC_WORKER_ID": None}, "DMLC_WORKER_ID"),
+    ({"DMLC_WORKER_ID": "2"}, "0..1"), ({"BYTEPS_LOCAL_RANK": "1"}, "0..0"), ({"DMLC_ROLE": "server", "DMLC_PS_ROOT_URI": None}, "DMLC_PS_ROOT_URI"),
+])
+def test_what_is_missing_or_does_not_fit_is_named(change, text):
+    environment = {k: v for k, v in {**WORKER, **change}.items() if v is not None}
+    with pytest.raises(ConfigError, match=text.replace(".", r"\.")):
+        Config(environment).check()
+
+
+def test_a_single_worker_needs_nothing_else():
+    Config({"DMLC_ROLE": "worker"}).check()
+    with pytest.raises(ConfigError, match="DMLC_PS_ROOT_URI"):
+        Config({"DMLC_ROLE": "worker", "BYTEPS_FORCE_DISTRIBUTED": "1"}).check()
+
+
+def test_unknown_and_idle_names_get_a_warning():
+    config = Config({"BYTEPS_PARTITON_BYTES": "1", "BPSX_NO_SUCH_THING_AT_ALL": "1", "BYTEPS_TRACE_ON": "1", "PATH": "x"})
+    text = "\n".join(config.unknown)
+    assert "BYTEPS_PARTITON_BYTES" in text and "did you mean BYTEPS_PARTITION_BYTES?" in text
+    assert "BPSX_NO_SUCH_THING_AT_ALL" in text and "BYTEPS_TRACE_ON" in text and "no effect" in text
+    assert len(config.unknown) == 3
+
+
+def test_given_values_win_and_must_exist():
+    assert Config({"DMLC_ROLE": "server"}, role="worker").role == "worker"
+    with pytest.raises(ConfigError, match="no_such_field"):
+        Config({}, no_such_field=1)
+    with pytest.raises(AttributeError, match="no_such_option"):
+        _ = Config({}).no_such_option
+
+
+def test_the_fingerprint_holds_what_workers_must_share():
+    assert fingerprint(Config(WORKER)).keys() == {"DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "BYTEPS_LOCAL_SIZE", "BYTEPS_PARTITION_BYTES",
+                                                  "BYTEPS_KEY_HASH_FN", "BYTEPS_BUILT_IN_HASH_COEF"}
+
+
+def test_the_reference_tells_every_option():
+    page = reference()
+    assert all(f"`{o.env}`" in page and o.help in page for o in OPTIONS) and all(f"`{n}`" in page for n in NOT_USED)
+
+
+def test_cache_folder_is_private_and_falls_back(tmp_path):
+    folder = cache_dir({"XDG_CACHE_HOME": str(tmp_path)})
+    assert folder == tmp_path / "bpsx" and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert cache_dir({"BPSX_CACHE_DIR": str(tmp_path / "a" / "b")}) == tmp_path / "a" / "b"
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    fallback = cache_dir({"XDG_CACHE_HOME": str(blocked)})
+    assert fallback.name == f"bpsx-{os.getuid()}" and fallback.stat().st_uid == os.getuid()
+    with pytest.raises(ConfigError, match="BPSX_CACHE_DIR"):
+        cache_dir({"BPSX_CACHE_DIR": str(blocked / "x")})

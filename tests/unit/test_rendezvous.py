@@ -1,0 +1,271 @@
+"""The scheduler's pure parts: who may join, what names mean, who waits for what, what a message may be."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpsx.config import Config, fingerprint
+from bpsx.placement import Placement
+from bpsx.rendezvous import messages
+from bpsx.rendezvous.membership import Membership
+from bpsx.rendezvous.registry import Registry
+from bpsx.rendezvous.stall import Stalls
+
+
+def config(workers: int, servers: int, **changes) -> dict:
+    return {**fingerprint(Config({"DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": str(servers)})), **changes}
+
+
+def hello(role: str, rank: int, workers: int = 2, servers: int = 1, pid: int | None = None, **changes) -> dict:
+    made_up = 100 + rank + (50 if role == "server" else 0)
+    return {"type": "HELLO", "protocol": 1, "role": role, "rank": rank, "host": "h", "pid": made_up if pid is None else pid,
+            "lanes": [f"h:{rank}"] if role == "server" else [], "config": config(workers, servers), **changes}
+
+
+def declare(name: str, shape: list[int], generation: int = 0, dtype: int = 3) -> dict:
+    nbytes = 4
+    for d in shape:
+        nbytes *= d
+    return {"type": "DECLARE", "name": name, "generation": generation, "nbytes": nbytes, "dtype": dtype, "shape": shape}
+
+
+def members(workers: int = 2, servers: int = 1) -> Membership:
+    return Membership(workers, servers, 1, job=9, stall_warn=10, deadlock_after=30)
+
+
+def running(workers: int = 2, servers: int = 1) -> Membership:
+    m = members(workers, servers)
+    for i in range(servers):
+        m.hello(b"s%d" % i, hello("server", -1, workers, servers, pid=900 + i))
+    for r in range(workers):
+        m.hello(b"w%d" % r, hello("worker", r, workers, servers))
+    assert m.state == "running"
+    return m
+
+
+def kinds(outputs) -> dict[bytes, str]:
+    return {ident: message["type"] for ident, message in outputs}
+
+
+# ---- joining
+
+
+@pytest.mark.parametrize("order", [["w0", "s0", "w1"], ["s0", "w1", "w0"], ["w1", "w0", "s0"]])
+def test_the_last_to_come_starts_the_job_for_all(order):
+    m = members()
+    outputs = []
+    for i, who in enumerate(order):
+        outputs = m.hello(who.encode(), hello("worker" if who[0] == "w" else "server", int(who[1]) if who[0] == "w" else -1))
+        assert (m.state == "running") == (i == 2)
+    assert kinds(outputs) == {b"w0": "WELCOME", b"w1": "WELCOME", b"s0": "WELCOME"}
+    welcome = dict(outputs)[b"w1"]
+    assert (welcome["job"], welcome["workers"], welcome["rank"], len(welcome["lanes"])) == (9, 2, 1, 1)
+
+
+def test_who_is_missing_is_known():
+    m = members(3, 2)
+    m.hello(b"w1", hello("worker", 1, 3, 2))
+    m.hello(b"s0", hello("server", -1, 3, 2))
+    assert m.missing() == ["worker 0", "worker 2", "1 of 2 servers"]
+    assert m.present() == ["worker 1 (h, pid 101)", "server 0 (h, pid 149)"]
+
+
+@pytest.mark.parametrize(("message", "text"), [
+    (hello("worker", 0, pid=7), "there is a worker 0 (h, pid 100) already"), (hello("worker", 5), "rank 5"), (hello("boss", 0), "'boss'"),
+    (hello("worker", 1, protocol=2), "protocol version 2"), (hello("worker", 1, 3), "DMLC_NUM_WORKER=3"),
+    (hello("server", -1, 2, 4), "DMLC_NUM_SERVER=4"),
+    (hello("worker", 1, config=config(2, 1, BYTEPS_PARTITION_BYTES=8192)), "BYTEPS_PARTITION_BYTES=8192"),
+    (hello("server", -1, pid=8), "1 servers already"), (hello("server", -1, lanes=[]), "without lanes"),
+    (hello("worker", 1, config=config(2, 1, BYTEPS_LOCAL_SIZE="x")), "no sense"),
+])
+def test_a_refusal_says_why_and_changes_nothing(message, text):
+    m = members()
+    m.hello(b"w0", hello("worker", 0))
+    if "lanes" not in text:
+        m.hello(b"s0", hello("server", -1))
+    before = m.present()
+    ((ident, answer),) = m.hello(b"x", message)
+    assert (ident, answer["type"]) == (b"x", "REFUSED") and text in answer["reason"]
+    assert m.present() == before and m.state == "waiting"
+
+
+def test_nobody_joins_a_running_job():
+    assert "running" in dict(running().hello(b"x", hello("worker", 1, pid=3)))[b"x"]["reason"]
+
+
+def test_a_node_that_reconnects_while_gathering_takes_its_own_place():
+    m = members()
+    m.hello(b"w0", hello("worker", 0))
+    assert m.hello(b"w0", hello("worker", 0)) == []
+    m.hello(b"w0-again", hello("worker", 0))
+    assert m.gone(b"w0", "x") == [] and m.missing() == ["worker 1", "1 of 1 servers"]
+
+
+def test_who_goes_while_gathering_may_come_back():
+    m = members()
+    m.hello(b"w0", hello("worker", 0))
+    assert m.gone(b"w0", "x") == [] and "worker 0" in m.missing()
+    assert m.bye(b"nobody", {"failure": ""}) == [(b"nobody", {"type": "GOODBYE"})]
+
+
+# ---- going
+
+
+def test_a_loss_is_told_to_everybody_else_by_name():
+    m = running(3, 2)
+    outputs = m.gone(b"w1", "its connection broke")
+    assert kinds(outputs) == dict.fromkeys([b"w0", b"w2", b"s0", b"s1"], "LOST")
+    assert all("worker 1 (h, pid 101) is gone: its connection broke" in m["text"] for _, m in outputs)
+    assert m.state == "failed" and not m.everybody_left()
+
+
+def test_leaving_in_good_order():
+    m = running(2, 1)
+    assert kinds(m.bye(b"w0", {"failure": ""})) == {b"w0": "GOODBYE", b"s0": "LEFT"}
+    outputs = m.bye(b"w1", {"failure": ""})
+    assert [o["type"] for i, o in outputs if i == b"s0"][-1] == "END" and m.state == "done"
+    m.bye(b"s0", {"failure": ""})
+    assert m.everybody_left()
+    assert m.gone(b"w0", "x") == [] and m.bye(b"w0", {"failure": ""}) == [(b"w0", {"type": "GOODBYE"})]
+
+
+@pytest.mark.parametrize(("who", "failure", "text"), [(b"w1", "RuntimeError: no", "worker 1 (h, pid 101) has failed: RuntimeError: no"),
+                                                      (b"s0", "", "server 0 (h, pid 900) has left while workers were running")])
+def test_leaving_work_undone_is_a_failure(who, failure, text):
+    m = running()
+    outputs = m.bye(who, {"failure": failure})
+    assert any(o["type"] == "LOST" and text in o["text"] for _, o in outputs) and m.state == "failed"
+
+
+def test_servers_are_told_to_end_when_the_last_worker_is_gone_even_after_a_failure():
+    m = running()
+    m.gone(b"w0", "x")
+    assert (b"s0", {"type": "END"}) in m.bye(b"w1", {"failure": "x"})
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["hello", "bye", "badbye", "gone", "declare", "waiting"]),
+                          st.sampled_from(["w0", "w1", "w2", "s0", "s1", "x"])), max_size=60))
+def test_whatever_happens_it_only_goes_forward(events):
+    m = members(3, 2)
+    order = ["waiting", "running", "done", "failed"]
+    for n, (what, who) in enumerate(events):
+        before = m.state
+        ident = who.encode()
+        if what == "hello":
+            m.hello(ident, hello("worker" if who[0] == "w" else "server", int(who[1:]) if who[0] == "w" else -1, 3, 2, pid=ord(who[-1])))
+        elif what in ("bye", "badbye"):
+            m.bye(ident, {"failure": "x" if what == "badbye" else ""})
+        elif what == "gone":
+            m.gone(ident, "x")
+        elif what == "declare":
+            m.declare(ident, declare("t", [n % 2 + 1]))
+        else:
+            m.waiting(ident, {"tensors": [["t", 0, n, 40.0]], "more": False}, float(n))
+        assert order.index(m.state) >= order.index(before) and not (before == "done" and m.state == "failed")
+        assert len(m.missing()) >= 0 and isinstance(m.everybody_left(), bool)
+
+
+# ---- names
+
+
+def registry() -> Registry:
+    return Registry(Placement([1, 1]), 8192)
+
+
+def test_the_first_places_and_the_others_get_the_same():
+    r = registry()
+    first, told = r.declare(1, "w", 0, 20_000, 3, [5000])
+    second, told_second = r.declare(0, "w", 0, 20_000, 3, [5000])
+    assert (told, told_second) == ([1], [0]) and second.places == first.places and len(first.places) == 3
+
+
+def test_a_mismatch_is_told_to_all_who_have_declared_and_will():
+    r = registry()
+    r.declare(0, "w", 0, 16, 3, [4])
+    r.declare(1, "w", 0, 16, 3, [4])
+    known, told = r.declare(2, "w", 0, 16, 3, [2, 2])
+    assert sorted(told) == [0, 1, 2] and "worker 0 has float32 of shape (4,), worker 2 has float32 of shape (2, 2)" in known.failure
+    assert r.declare(3, "w", 0, 16, 3, [4])[1] == [3] and known.failure
+    assert not r.declare(0, "w", 1, 16, 3, [4])[0].failure      # the next declaration is another
+
+
+def test_a_declaration_given_up_is_given_up_for_all():
+    r = registry()
+    r.declare(0, "w", 0, 16, 3, [4])
+    r.fail("w", 0, -4, "stalled")
+    known, told = r.declare(1, "w", 0, 16, 3, [4])
+    assert (known.failure, known.status, told) == ("stalled", -4, [1])
+    assert r.describe("w", 0) == "'w' (float32 of shape (4,))" and r.describe("x", 0) == "'x'"
+
+
+# ---- waiting
+
+
+def test_a_slow_worker_is_warned_of_now_and_then():
+    s = Stalls(10, 30)
+    s.report(0, [["w", 0, 7, 12.0]], False)
+    s.report(1, [], False)
+    ((rank, text),) = s.warnings([0, 1, 2], 100.0)
+    assert rank == 0 and "tensor 'w' round 7" in text and "worker 1, worker 2" in text
+    assert s.warnings([0, 1, 2], 105.0) == [] and s.warnings([0, 1, 2], 111.0)
+    assert s.deadlock([0, 1, 2]) == {}
+
+
+def test_all_waiting_for_what_another_has_not_pushed_is_a_deadlock():
+    s = Stalls(10, 30)
+    s.report(0, [["a", 0, 0, 31.0], ["both", 0, 0, 31.0]], False)
+    s.report(1, [["b", 0, 0, 31.0], ["both", 0, 0, 31.0]], False)
+    assert s.deadlock([0, 1]) == {0: [("a", 0)], 1: [("b", 0)]}
+    assert s.deadlock([0, 1]) == {}
+
+
+@pytest.mark.parametrize(("second", "more"), [([["b", 0, 0, 29.0]], False), ([], False), ([["a", 0, 0, 31.0]], False), ([["b", 0, 0, 31.0]], True)])
+def test_no_deadlock_without_certainty(second, more):
+    s = Stalls(10, 30)
+    s.report(0, [["a", 0, 0, 31.0]], False)
+    s.report(1, second, more)
+    assert s.deadlock([0, 1]) == {}
+
+
+def test_pushed_by_all_and_not_answered_is_told_too():
+    s = Stalls(10, 30)
+    for rank in (0, 1):
+        s.report(rank, [["a", 0, 0, 31.0]], False)
+    assert "not answered by the server" in s.warnings([0, 1], 1.0)[0][1]
+
+
+# ---- messages
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.one_of(st.binary(max_size=300), st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda c: st.lists(c, max_size=5) | st.dictionaries(st.text(max_size=5), c, max_size=5),
+    max_leaves=20).map(lambda x: json.dumps(x).encode()), st.builds(
+        lambda kind, field, value: json.dumps({**hello("worker", 0), "type": kind, field: value}).encode(),
+        st.sampled_from(["HELLO", "DECLARE", "WAITING", "BYE", "WELCOME"]),
+        st.sampled_from(["protocol", "role", "rank", "lanes", "config", "name", "tensors", "shape", "failure"]),
+        st.none() | st.integers() | st.text() | st.lists(st.integers() | st.lists(st.integers() | st.text() | st.floats())) | st.just({}))))
+def test_anything_is_a_message_or_a_bad_message(data):
+    try:
+        message = messages.decode(data)
+        messages.check(message)
+    except messages.BadMessage:
+        return
+    m = running()
+    if message["type"] == "HELLO":
+        m.hello(b"x", message)
+    elif message["type"] == "DECLARE":
+        m.declare(b"w0", message)
+    elif message["type"] == "WAITING":
+        m.waiting(b"w0", message, 0.0)
+
+
+def test_deep_nesting_is_refused():
+    with pytest.raises(messages.BadMessage):
+        messages.decode(b"[" * 200_000)
