@@ -14,6 +14,7 @@ build: $(VENV)/installed
 
 # The environment: tools, test and demo packages, torch. Made again when the list of packages changes.
 $(VENV)/environment: pyproject.toml requirements-dev.txt
+	@echo 'making $(VENV) and installing what bpsx needs: about a minute'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' -r requirements-dev.txt
 	@touch $@

@@ -59,7 +59,7 @@ def _at_exit() -> None:
         return
     uncaught = getattr(sys, "last_value", None)
     ours.close(failure=f"ended by {type(uncaught).__name__}: {uncaught}"[:500] if uncaught is not None else "")
-    if ours.failure and not ours.told:
+    if ours.failure and not ours.told and uncaught is None:
         print(f"bpsx: exit status 1, because the job has failed: {ours.failure}", file=sys.stderr)
         set_exit_status(1)
 

@@ -123,12 +123,21 @@ def test_ctrl_c_during_shutdown_still_leaves():
         bpsx.init()
         bpsx.barrier()
         if bpsx.rank() == 0:
+            import threading, time
+            from bpsx import api
             bpsx.push_pull_async(np.ones(5), name="x")
-            report("running")
+            ours = api.session()
+            def tell():
+                while not ours._closed:
+                    time.sleep(0.001)
+                time.sleep(0.1)         # now the main thread waits in shutdown for the push_pull
+                report("running")
+            teller = threading.Thread(target=tell)
+            teller.start()
             try:
                 bpsx.shutdown()
             except KeyboardInterrupt:
-                import threading
+                teller.join()
                 report([t.name for t in threading.enumerate()])
             os._exit(0)
         sys.stdin.read()

@@ -209,7 +209,7 @@ def test_who_is_missing_is_named_at_the_deadline():
         assert job.workers[0].wait() == 5
         (text,) = job.workers[0].reports()
         assert "missing" in text and "worker 1, worker 2" in text and "1 of 2 servers" in text
-        assert job.servers[0].wait() == 2 and job.scheduler.wait() == 1
+        assert job.servers[0].wait() == 1 and job.scheduler.wait() == 1
 
 
 def test_no_scheduler_at_all_is_named():

@@ -18,7 +18,7 @@ LAYERS = [
 ]
 # Crossings that are meant, with their reason.
 ALLOWED = {
-    ("bpsx.host", "bpsx.transports.address"),           # which address is ours: pure functions on addresses
+    ("bpsx.host", "bpsx.transports.address"),           # which address is ours: functions on addresses only
     ("bpsx.transports.zeromq", "bpsx.core.sync"),       # atomics and clock: no state of the core
     ("bpsx.transports.loopback", "bpsx.core.sync"),
 }

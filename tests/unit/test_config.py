@@ -109,3 +109,34 @@ def test_cache_folder_is_private_and_falls_back(tmp_path):
     assert fallback.name == f"bpsx-{os.getuid()}" and fallback.stat().st_uid == os.getuid()
     with pytest.raises(ConfigError, match="BPSX_CACHE_DIR"):
         cache_dir({"BPSX_CACHE_DIR": str(blocked / "x")})
+
+
+@pytest.mark.parametrize("option", [o for o in OPTIONS if not callable(o.default) and o.default not in (None, "")], ids=lambda o: o.env)
+def test_a_default_is_a_value_that_one_may_write(option):
+    assert getattr(Config({option.env: str(option.default)}), option.field) == getattr(Config({}), option.field)
+
+
+@pytest.mark.parametrize("name", [n for n, o in ((o.env, o) for o in OPTIONS) if n not in FREE_TEXT])
+def test_blanks_around_a_value_do_not_matter_and_a_blank_is_no_value(name):
+    option = next(o for o in OPTIONS if o.env == name)
+    good = {"DMLC_ROLE": "worker"}.get(name, "1" if option.default is None or callable(option.default) else str(option.default))
+    assert getattr(Config({name: f" {good}\t"}), option.field) == getattr(Config({name: good}), option.field)
+
+
+def test_a_folder_of_somebody_elses_is_not_used(tmp_path, monkeypatch):
+    """What is compiled is executed: a folder that another user prepared must not be read."""
+    (tmp_path / "bpsx").mkdir()
+    monkeypatch.setattr("bpsx.config.tempfile.gettempdir", lambda: str(tmp_path / "tmp"))
+    assert cache_dir({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "bpsx"
+    us = os.getuid()
+    monkeypatch.setattr("bpsx.config.os.getuid", lambda: us + 1)
+    for environment in ({"XDG_CACHE_HOME": str(tmp_path)}, {"BPSX_CACHE_DIR": str(tmp_path / "bpsx")}):
+        with pytest.raises(ConfigError, match="BPSX_CACHE_DIR"):
+            cache_dir(environment)
+
+
+def test_a_home_that_cannot_be_written_to_is_no_obstacle(tmp_path, monkeypatch):
+    (tmp_path / "home").write_text("a file, where not even root can make a folder")
+    monkeypatch.setattr("bpsx.config.tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_dir({}) == tmp_path / f"bpsx-{os.getuid()}" and os.access(cache_dir({}), os.W_OK)

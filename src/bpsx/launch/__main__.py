@@ -24,7 +24,7 @@ COMMAND starts at the first word that is no option, or after --. No shell interp
 With --local each line of output carries its process's name, the processes read no input, and Ctrl-C reaches all of them
 (a second one kills). All of them compute on the same cores: set OMP_NUM_THREADS if they get in each other's way.
 
-Exit status: the command's; with --local the largest of all; 128+n for a process that signal n ended; 2 for a wrong
+Exit status: the command's; with --local the largest of who ended by itself; 128+n for a process that signal n ended; 2 for a wrong
 option or variable; 126 or 127 if the command cannot be run."""
 _LOCAL_ONLY = ("workers", "servers", "port", "grace")
 

@@ -105,7 +105,7 @@ class Job:
         self._trouble: tuple[str, int] | None = None  # what went wrong here, and the exit status for it
 
     def run(self) -> int:
-        """Run the job to its end. Returns the largest exit status; raises ConfigError before anything is started."""
+        """Run the job to its end. Returns the largest exit status of who ended by itself; raises ConfigError before anything is started."""
         self._plan.check()
         self._setup = child_setup(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         with _signals(self._on_signal) as wake:
@@ -247,9 +247,11 @@ class Job:
         if self._trouble:
             return self._trouble[1]
         worst = max((child.status or 0 for child in self._children), default=0)
-        if self._stop and not (self._complete() and self._pump.written):
-            return max(worst, 128 + self._stop[0])
-        return worst or int(any(child.overdue for child in self._children))
+        if self._stop:
+            return worst if self._complete() and self._pump.written else max(worst, 128 + self._stop[0])
+        # What we ended ourselves says nothing about the cause, unless there is no other.
+        own = max((child.status or 0 for child in self._children if not child.overdue), default=0)
+        return own or worst or int(any(child.overdue for child in self._children))
 
     def _report(self) -> str:
         """What failed, first things first."""

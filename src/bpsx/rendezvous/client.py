@@ -19,9 +19,10 @@ from zmq.utils.monitor import parse_monitor_message
 
 from bpsx.config import Config, fingerprint
 from bpsx.errors import RendezvousError
+from bpsx.host import scheduler_address
 from bpsx.rendezvous import messages
 from bpsx.rendezvous.sockets import open_socket
-from bpsx.transports.address import is_ipv6, resolve, tcp_url
+from bpsx.transports.address import is_ipv6, tcp_url
 
 log = logging.getLogger("bpsx.link")
 TICK = 1.0
@@ -53,10 +54,13 @@ class Link:
         Raises :class:`RendezvousError` when the scheduler refuses, or at the deadline, naming who is missing.
         """
         end = time.monotonic() + self._config.rendezvous_timeout
-        self._connect(end)
+        address = scheduler_address(self._config)
+        self._socket.setsockopt(zmq.IPV6, int(is_ipv6(address)))
+        self._socket.connect(tcp_url(address, self._config.root_port))
         hello = messages.encode("HELLO", protocol=messages.PROTOCOL, role=role, rank=rank, host=host, pid=os.getpid(), lanes=lanes,
                                 config=fingerprint(self._config))
         self._socket.send(hello)
+        who = f"{role} {rank}" if rank >= 0 else role
         missing = ""
         report = time.monotonic() + 10
         while True:
@@ -68,7 +72,7 @@ class Link:
             now = time.monotonic()
             if message is None and now >= end:
                 raise RendezvousError(
-                    f"{role} {rank}: the job has not come together after {self._config.rendezvous_timeout:g} s; "
+                    f"{who}: the job has not come together after {self._config.rendezvous_timeout:g} s; "
                     + (f"missing: {missing}" if missing else f"no answer from the {self.where}"))
             if message is None:
                 report = now + 10
@@ -76,22 +80,9 @@ class Link:
             elif message["type"] == "STATUS":
                 missing = str(message["missing"])
             elif message["type"] == "REFUSED":
-                raise RendezvousError(f"{role} {rank}: refused by the {self.where}: {message['reason']}")
+                raise RendezvousError(f"{who}: refused by the {self.where}: {message['reason']}")
             elif message["type"] == "WELCOME":
                 return message
-
-    def _connect(self, end: float) -> None:
-        """Connect; a host name that does not resolve yet (a pod that is still starting) is tried until the deadline."""
-        while True:
-            try:
-                host = resolve(self._config.root_uri, self._config.root_port)
-                break
-            except OSError as e:
-                if time.monotonic() + 1 >= end:
-                    raise RendezvousError(f"cannot resolve the {self.where}: {e}") from e
-                threading.Event().wait(1)
-        self._socket.setsockopt(zmq.IPV6, int(is_ipv6(host)))
-        self._socket.connect(tcp_url(host, self._config.root_port))
 
     def _receive(self, timeout: float) -> dict[str, Any] | None:
         """The next message; None after ``timeout`` seconds or when the connection has broken."""

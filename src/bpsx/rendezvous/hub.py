@@ -17,11 +17,11 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from bpsx.config import Config
-from bpsx.errors import TransportError
+from bpsx.errors import ConfigError, TransportError
 from bpsx.rendezvous import messages
 from bpsx.rendezvous.membership import Membership, Output, names
 from bpsx.rendezvous.sockets import open_socket
-from bpsx.transports.address import is_ipv6, tcp_url
+from bpsx.transports.address import is_ipv6, resolve, tcp_url
 
 log = logging.getLogger("bpsx.scheduler")
 REPORT_EVERY = 10.0
@@ -51,13 +51,19 @@ class Hub:
 
     def _bind(self) -> int:
         host = self._config.root_uri
+        try:
+            resolve(host, self._config.root_port)
+        except OSError as e:
+            self._context.destroy(0)
+            raise ConfigError(f"DMLC_PS_ROOT_URI={host!r}: the scheduler cannot resolve its own address: {e}") from e
         self._socket.setsockopt(zmq.IPV6, int(is_ipv6(host)))
         try:
             self._socket.bind(tcp_url(host, self._config.root_port or "*"))
         except zmq.ZMQError as e:
             self._context.destroy(0)
             raise TransportError(f"the scheduler cannot listen on {host}:{self._config.root_port} (DMLC_PS_ROOT_URI, "
-                                 f"DMLC_PS_ROOT_PORT): {e}") from e
+                                 f"DMLC_PS_ROOT_PORT): {e}; it has to run on the machine that has this address, and the port must be "
+                                 "free") from e
         return int(self._socket.getsockopt(zmq.LAST_ENDPOINT).rsplit(b":", 1)[1].strip(b"\0"))
 
     def announce(self) -> None:
@@ -122,13 +128,24 @@ class Hub:
         poller.register(self._monitor, zmq.POLLIN)
         poller.poll(None if timeout is None else max(0, int(timeout * 1000) + 1))
         self._read_monitor()
+        newcomers: list[tuple[bytes, dict[str, Any]]] = []
         for _ in range(256):
             try:
                 ident, *frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
-                return
+                break
             self._read_monitor()
-            self._handle(ident.bytes, frames)
+            message = self._parse(ident.bytes, frames)
+            if message is not None and message["type"] == "HELLO":
+                newcomers.append((ident.bytes, message))
+            elif message is not None:
+                self._handle(ident.bytes, message)
+        if newcomers:
+            # Who died right after its HELLO may have left no event that names it. A send tells, once the socket has been read to the end; before
+            # anybody is turned away because of such a one.
+            self._send([(i, self._status()) for i in list(self._members.nodes)])
+        for ident_, message in newcomers:
+            self._handle(ident_, message)
 
     def _read_monitor(self) -> None:
         while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
@@ -137,7 +154,8 @@ class Hub:
             if ident is not None:
                 self._send(self._members.gone(ident, "its connection to the scheduler broke"))
 
-    def _handle(self, ident: bytes, frames: list[Any]) -> None:
+    def _parse(self, ident: bytes, frames: list[Any]) -> dict[str, Any] | None:
+        """The message in ``frames``; None, after a word in the log, if there is none."""
         try:
             if len(frames) != 1:
                 raise messages.BadMessage(f"{len(frames)} frames; one is expected")
@@ -145,9 +163,12 @@ class Hub:
             messages.check(message)
         except messages.BadMessage as e:
             log.warning("dropped a message that makes no sense: %s", e)
-            return
+            return None
         if message["type"] == "HELLO":
             self._descriptors[int(frames[0].get(zmq.SRCFD))] = ident
+        return message
+
+    def _handle(self, ident: bytes, message: dict[str, Any]) -> None:
         try:
             self._send(self._dispatch(ident, message))
         except (ValueError, TypeError, KeyError, OverflowError) as e:
@@ -157,6 +178,9 @@ class Hub:
         kind = message["type"]
         if kind == "HELLO":
             out = self._members.hello(ident, message)
+            if any(m["type"] == "REFUSED" for _, m in out):
+                log.warning("refused %s %d (%s, pid %d): %s", message["role"], message["rank"], message["host"], message["pid"],
+                            out[0][1]["reason"])
             return out or [(ident, self._status())]
         if kind == "DECLARE":
             return self._members.declare(ident, message)
@@ -166,8 +190,8 @@ class Hub:
 
     def _send(self, outputs: list[Output]) -> None:
         for ident, message in outputs:
-            if message["type"] in ("REFUSED", "WARN"):
-                log.warning("%s: %s", message["type"].lower(), message.get("reason") or message.get("text"))
+            if message["type"] == "WARN":
+                log.warning("%s", message["text"])
             fields = dict(message)
             try:
                 self._socket.send_multipart([ident, messages.encode(fields.pop("type"), **fields)])

@@ -46,6 +46,7 @@ class Membership:
         self.state = "waiting"
         self.failure = ""
         self.nodes: dict[bytes, Node] = {}
+        self.refused: dict[str, str] = {}       # who was turned away, and why
         self.registry: Registry | None = None
         self._stalls = Stalls(stall_warn, deadlock_after)
 
@@ -54,7 +55,9 @@ class Membership:
     def hello(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
         """A node introduces itself."""
         why = self._refusal(ident, m)
+        place = f"{m['role']} {m['rank']}" if m["role"] == "worker" else m["role"]
         if why:
+            self.refused[place] = why
             return [(ident, {"type": "REFUSED", "reason": why})]
         if ident in self.nodes:
             return []
@@ -64,6 +67,7 @@ class Membership:
         if not self._of("worker") and node.role == "worker":
             self.local_size = int(node.config.get("BYTEPS_LOCAL_SIZE", self.local_size))
         self.nodes[ident] = node
+        self.refused.pop(place, None)
         return self._start() if not self.missing() else []
 
     def _replace_reconnected(self, m: dict[str, Any]) -> None:
@@ -113,9 +117,12 @@ class Membership:
     def missing(self) -> list[str]:
         """Who has not come yet, for people."""
         here = {w.rank for w in self._of("worker")}
-        gone = [f"worker {r}" for r in range(self.size) if r not in here]
+        gone = [self._with_reason(f"worker {r}", f"worker {r}") for r in range(self.size) if r not in here]
         servers = self.num_server - len(self._of("server"))
-        return gone + ([f"{servers} of {self.num_server} servers"] if servers else [])
+        return gone + ([self._with_reason(f"{servers} of {self.num_server} servers", "server")] if servers else [])
+
+    def _with_reason(self, text: str, place: str) -> str:
+        return f"{text} (refused: {self.refused[place]})" if place in self.refused else text
 
     def present(self) -> list[str]:
         """Who is here, for people."""
@@ -188,7 +195,7 @@ class Membership:
             return out
         self._stalls.report(node.rank, [], False) if node.role == "worker" else None
         if m["failure"] and self.state == "running":
-            return out + self._fail(f"{node} has failed: {m['failure']}")
+            return out + self._fail(f"{node} has failed: {m['failure']}") + self._after_leaving(node)
         if node.role == "server" and self.state == "running":
             return out + self._fail(f"{node} has left while workers were running")
         return out + self._after_leaving(node)

@@ -10,7 +10,7 @@ from typing import Any
 
 from bpsx.config import Config
 from bpsx.dtypes import BY_NAME
-from bpsx.errors import BpsxError
+from bpsx.errors import BpsxError, ConfigError
 from bpsx.host import keep_memory, own_host
 from bpsx.kernels import load
 from bpsx.logs import configure
@@ -51,7 +51,7 @@ class Server:
             warm_up.join()
             self._joined = True
             threads = self._start_lanes(endpoints, welcome)
-            link.start(self._handle, lost=self._lost, tick=lambda: None)
+            link.start(self._handle, lost=self._alone, tick=lambda: None)
             self._wait()
             self._stop(link, threads)
         finally:
@@ -117,6 +117,11 @@ class Server:
         elif kind == "END":
             self._over.set()
 
+    def _alone(self, text: str) -> None:
+        """The scheduler is gone. The workers see that themselves, so nothing is left to wait for."""
+        self._lost(text)
+        self._over.set()
+
     def _lost(self, text: str) -> None:
         if not self._failure and not self._over.is_set():
             self._failure = text
@@ -134,9 +139,12 @@ def main() -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda n, _: server.interrupt(n))
         return server.run()
-    except BpsxError as e:
+    except ConfigError as e:
         print(f"bpsx server: {e}", file=sys.stderr)
         return 2
+    except BpsxError as e:
+        print(f"bpsx server: {e}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":
