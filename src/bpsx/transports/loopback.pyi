@@ -20,7 +20,7 @@ class LoopbackEndpoint:
     def sent(self, timeout: float = 0) -> tuple[int, bytes, bytes | None] | None:
         """The next message that has arrived here, as (peer, head, body); None if none came within ``timeout`` seconds."""
     def complete(self) -> int:
-        """Run the done callbacks that were held back; returns how many. Not while another thread sends."""
+        """Run the done callbacks that were held back; returns how many."""
     def wake(self) -> None:
         """End a wait of the data plane. Any thread."""
     def close(self) -> None:

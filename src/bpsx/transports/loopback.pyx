@@ -84,8 +84,10 @@ cdef void finish(State *s, done_fn call, void *data, void *hint) noexcept nogil:
             held.call = call
             held.data = data
             held.hint = hint
+            lock(&s.monitor)
             held.next = s.held
             s.held = held
+            unlock(&s.monitor)
             return
     call(data, hint)
 
@@ -99,11 +101,13 @@ cdef int loopback_send(
     cdef Node *node = NULL
     if to != NULL:
         node = node_new(s.names[peer], head, head_size, body, body_size)
-        if node != NULL:
-            deliver(to, node)
+    # The message is a copy. Callbacks first: who sees it arrive may rely on them having run, or being held.
     finish(s, head_done, head, head_hint)
     finish(s, body_done, body, body_hint)
-    return 0 if node != NULL else -1
+    if node == NULL:
+        return -1
+    deliver(to, node)
+    return 0
 
 
 cdef int loopback_recv(void *self, Message *m) noexcept nogil:
@@ -216,11 +220,14 @@ cdef class LoopbackEndpoint:
         self.state.hold_done = value
 
     def complete(self) -> int:
-        """Run the done callbacks that were held back; returns how many. Not while another thread sends."""
-        cdef Done *held = self.state.held
+        """Run the done callbacks that were held back; returns how many."""
+        cdef Done *held
         cdef Done *following
         cdef int n = 0
+        lock(&self.state.monitor)
+        held = self.state.held
         self.state.held = NULL
+        unlock(&self.state.monitor)
         while held != NULL:
             following = held.next
             held.call(held.data, held.hint)
