@@ -84,8 +84,8 @@ def _finish(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _step_ms(result: Path) -> float:
-    """``step_ms`` of what the script wrote: its median step in milliseconds."""
+    """``step_ms_median`` of what the script wrote: its median step in milliseconds."""
     try:
-        return float(json.loads(result.read_text())["step_ms"])
+        return float(json.loads(result.read_text())["step_ms_median"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BenchError(f"{_SCRIPT} --json wrote no step_ms: {type(error).__name__}: {error}") from None
+        raise BenchError(f"{_SCRIPT} --json wrote no step_ms_median: {type(error).__name__}: {error}") from None
