@@ -7,7 +7,6 @@ the variable, the value and what is allowed; an unknown ``BYTEPS_*`` or ``BPSX_*
 from __future__ import annotations
 
 import difflib
-import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -74,6 +73,8 @@ _LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 #: Values of DMLC_ENABLE_RDMA -> name of the transport.
 TRANSPORT_NAMES = {"0": "zeromq", "zmq": "zeromq", "zeromq": "zeromq"}
 _FLAG = "0 or 1"
+#: Worker processes in a job: a server keeps a record of each for every partition.
+MOST_WORKERS = 65535
 
 
 def _cores() -> int:
@@ -223,6 +224,8 @@ class Config:
             return
         if self.num_worker > 1:
             self.require("worker_id")
+        if self.size > MOST_WORKERS:
+            raise ConfigError(f"DMLC_NUM_WORKER x BYTEPS_LOCAL_SIZE = {self.size} workers: at most {MOST_WORKERS} are possible")
         if (self.worker_id or 0) >= self.num_worker:
             raise ConfigError(f"DMLC_WORKER_ID={self.worker_id}: allowed are 0..{self.num_worker - 1} (DMLC_NUM_WORKER={self.num_worker})")
         if self.local_rank >= self.local_size:
@@ -277,13 +280,29 @@ def fingerprint(config: Config) -> dict[str, Any]:
     return {o.env: getattr(config, o.field) for o in OPTIONS if o.field in names}
 
 
+def wrong_options(shared: Mapping[str, Any]) -> list[str]:
+    """Which options of another process's :func:`fingerprint` are missing or not allowed."""
+    options = {o.env: o for o in OPTIONS if o.env in fingerprint(Config({}))}
+    wrong = []
+    for env, option in options.items():
+        value = shared.get(env)
+        if option.default is None and value is None:
+            continue
+        try:
+            if isinstance(value, bool) or not isinstance(value, int | str) or option.parse(str(value)) != value:
+                raise ValueError
+        except ValueError:
+            wrong.append(f"{env}={str(value)[:40]!r}")
+    return wrong
+
+
 def reference() -> str:
     """The page ``docs/options.md``."""
     lines = ["# Options", "", "Generated from `src/bpsx/config.py` by `make docs`. All options are environment variables.", ""]
     for group in dict.fromkeys(o.group for o in OPTIONS):
         lines += [f"## {group}", "", "| variable | allowed | default | meaning |", "|---|---|---|---|"]
         for o in (o for o in OPTIONS if o.group == group):
-            default = "by cores" if callable(o.default) else "required or unset" if o.default is None else str(o.default) or "unset"
+            default = "by cores" if callable(o.default) else "required or unset" if o.default is None else _plain(o.default)
             allowed = o.allowed.replace("|", "\\|")
             lines.append(f"| `{o.env}` | {allowed} | {default} | {o.help} |")
         lines.append("")
@@ -292,6 +311,5 @@ def reference() -> str:
     return "\n".join(lines)
 
 
-def digest(text: str) -> int:
-    """A stable 63-bit number for ``text``."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+def _plain(default: Any) -> str:
+    return str(int(default)) if isinstance(default, bool) else str(default) or "unset"

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-PARTS_PER_TENSOR = 1 << 16
+#: Most partitions of a tensor: 4 GiB at the smallest partition size, 4 TiB at the default.
+PARTS_PER_TENSOR = 1 << 20
 
 
 class Place(NamedTuple):
@@ -26,7 +27,7 @@ def key_of(tensor: int, part: int) -> int:
 
 
 def _naive(key: int, coefficient: int) -> int:
-    return ((key >> 16) + (key % PARTS_PER_TENSOR)) * 9973
+    return (key // PARTS_PER_TENSOR + key % PARTS_PER_TENSOR) * 9973
 
 
 def _built_in(key: int, coefficient: int) -> int:

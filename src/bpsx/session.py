@@ -16,6 +16,7 @@ from bpsx.host import keep_memory, own_host
 from bpsx.logs import configure
 from bpsx.partitioner import partition
 from bpsx.pipeline import stages_for
+from bpsx.placement import PARTS_PER_TENSOR
 from bpsx.rendezvous.client import Link
 from bpsx.rendezvous.messages import MAX_NAME
 from bpsx.transports import open_endpoint
@@ -267,8 +268,7 @@ class Session:
         if declared is not None and declared.tensor is not None and declared.shape == shape and declared.dtype == dtype and not declared.failed:
             return self._core.submit(declared.tensor, source, target, divisor=divisor, broadcast=broadcast, priority=priority,
                                      will_wait=will_wait, owner=owner, result=result)
-        if not 0 < len(name.encode("utf-8", "replace")) <= MAX_NAME:
-            raise errors.ConfigError(f"tensor name {name[:60]!r}: a name has 1 to {MAX_NAME} bytes of UTF-8")
+        self._check_new(name, nbytes)
         handle = self._core.prepare(name, nbytes, source, target, divisor=divisor, broadcast=broadcast, priority=priority, owner=owner,
                                     result=result)
         if self._link is None:
@@ -277,6 +277,19 @@ class Session:
         with self._lock:
             self._first_sight(handle, name, shape, dtype, nbytes)
         return handle
+
+    def _check_new(self, name: str, nbytes: int) -> None:
+        """Whether a tensor can be declared. Raises :class:`~bpsx.errors.ConfigError`."""
+        try:
+            length = len(name.encode())
+        except UnicodeEncodeError:
+            length = 0
+        if not 0 < length <= MAX_NAME:
+            raise errors.ConfigError(f"tensor name {name[:60]!r}: a name has 1 to {MAX_NAME} bytes of UTF-8")
+        most = PARTS_PER_TENSOR * self.config.partition_bytes
+        if nbytes > most:
+            raise errors.ConfigError(f"tensor {name!r} has {nbytes} bytes; with BYTEPS_PARTITION_BYTES={self.config.partition_bytes} "
+                                     f"at most {most} are possible")
 
     def _first_sight(self, handle: Handle, name: str, shape: tuple[int, ...], dtype: int, nbytes: int) -> None:
         """Find what a name means when it is not what it meant last, or declare it. The lock is held."""

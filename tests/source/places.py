@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,16 +24,25 @@ def module_of(path: Path) -> str:
 
 def imports(path: Path) -> Iterator[str]:
     """Modules of bpsx that a file imports or cimports, anywhere in it."""
-    text = path.read_text()
-    if path.suffix == ".py":
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "bpsx":
-                # `from bpsx import api` imports a module, `from bpsx.api import x` a name
-                yield from ([f"bpsx.{a.name}" for a in node.names] if node.module == "bpsx" else [node.module])
-            elif isinstance(node, ast.Import):
-                yield from (a.name for a in node.names if a.name.split(".")[0] == "bpsx")
-        return
-    for line in text.splitlines():
-        words = line.split()
-        if len(words) > 3 and words[0] == "from" and words[1].startswith("bpsx") and words[2] in ("import", "cimport"):
-            yield f"bpsx.{words[3]}" if words[1] == "bpsx" else words[1]
+    read = _python_imports if path.suffix == ".py" else _cython_imports
+    return (name for name in read(path) if name.split(".")[0] == "bpsx")
+
+
+def _python_imports(path: Path) -> Iterator[str]:
+    package = module_of(path.parent / "__init__.py").split(".")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            above = package[:len(package) - node.level + 1] if node.level else []
+            module = ".".join(above + ([node.module] if node.module else []))
+            # `from bpsx import api` and `from . import api` import a module, `from bpsx.api import x` a name
+            yield from ([f"{module}.{a.name}" for a in node.names] if module == "bpsx" or not node.module else [module])
+        elif isinstance(node, ast.Import):
+            yield from (a.name for a in node.names)
+
+
+def _cython_imports(path: Path) -> Iterator[str]:
+    for line in path.read_text().splitlines():
+        head = re.match(r"\s*(?:from\s+([\w.]+)\s+)?c?import\s+(.*)", line.split("#")[0])
+        if head:
+            names = [n.split()[0] for n in head[2].strip("( ").split(",") if n.strip()]
+            yield from [head[1]] if head[1] and head[1] != "bpsx" else [f"{head[1]}.{n}" if head[1] else n for n in names]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from bpsx.config import MOST_WORKERS, wrong_options
 from bpsx.placement import Placement
 from bpsx.rendezvous.messages import PROTOCOL
 from bpsx.rendezvous.registry import Registry
@@ -73,17 +74,27 @@ class Membership:
     def _replace_reconnected(self, m: dict[str, Any]) -> None:
         """A node that lost its connection while the job was gathering introduces itself again: forget its former self."""
         for ident, node in list(self.nodes.items()):
-            if (node.host, node.pid, node.role) == (m["host"], m["pid"], m["role"]):
+            if self._same(node, m):
                 del self.nodes[ident]
+
+    @staticmethod
+    def _same(node: Node, m: dict[str, Any]) -> bool:
+        """Whether HELLO ``m`` comes from the process that ``node`` is. A pid alone says little: in containers all are 1."""
+        if (node.host, node.pid, node.role) != (m["host"], m["pid"], m["role"]):
+            return False
+        return bool(node.lanes == m["lanes"] if node.role == "server" else node.rank == m["rank"])
 
     def _refusal(self, ident: bytes, m: dict[str, Any]) -> str:
         """Why a node may not join, or nothing."""
         if m["protocol"] != PROTOCOL:
             return f"protocol version {m['protocol']}, the scheduler speaks {PROTOCOL}: install the same bpsx everywhere"
-        if not all(isinstance(v, int | str) for v in m["config"].values()) or not isinstance(m["config"].get("BYTEPS_LOCAL_SIZE", 1), int):
-            return "options that make no sense"
+        wrong = wrong_options(m["config"])
+        if wrong:
+            return f"options that make no sense: {', '.join(wrong)}"
         if m["role"] not in ("worker", "server"):
             return f"role {m['role']!r}: allowed are worker and server"
+        if self.num_worker * int(m["config"]["BYTEPS_LOCAL_SIZE"]) > MOST_WORKERS:
+            return f"{self.num_worker} x {m['config']['BYTEPS_LOCAL_SIZE']} workers; at most {MOST_WORKERS} are possible"
         if self.state != "waiting":
             return f"the job is {self.state} and complete"
         for name, ours in (("DMLC_NUM_WORKER", self.num_worker), ("DMLC_NUM_SERVER", self.num_server)):
@@ -92,7 +103,7 @@ class Membership:
         if m["role"] == "server":
             if not m["lanes"]:
                 return "a server without lanes"
-            again = any((s.host, s.pid) == (m["host"], m["pid"]) for s in self._of("server"))
+            again = any(self._same(s, m) for s in self._of("server"))
             return "" if again or len(self._of("server")) < self.num_server else f"there are {self.num_server} servers already"
         workers = self._of("worker")
         if workers:
@@ -101,7 +112,7 @@ class Membership:
                     return f"{name}={m['config'].get(name)} on worker {m['rank']}, {value} on {workers[0]}: must be the same on all workers"
         if not 0 <= m["rank"] < self.num_worker * int(m["config"].get("BYTEPS_LOCAL_SIZE", 1)):
             return f"rank {m['rank']} is out of range"
-        same = [w for w in workers if w.rank == m["rank"] and (w.host, w.pid) != (m["host"], m["pid"])]
+        same = [w for w in workers if w.rank == m["rank"] and not self._same(w, m)]
         if same:
             return f"there is a {same[0]} already: two processes have the same DMLC_WORKER_ID and BYTEPS_LOCAL_RANK"
         return ""
@@ -214,6 +225,8 @@ class Membership:
 
     def abort(self, text: str) -> list[Output]:
         """The scheduler itself has to end."""
+        if self.state in ("done", "failed"):
+            return []
         kind, field_ = ("REFUSED", "reason") if self.state == "waiting" else ("LOST", "text")
         out = self._fail(text)
         return [(ident, {"type": kind, field_: text}) for ident, _ in out]

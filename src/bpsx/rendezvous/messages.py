@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 PROTOCOL = 1
-MAX_BYTES = 4 << 20
+MAX_BYTES = 64 << 20        # the places of a tensor with the most partitions fit
 MAX_NAME = 4096
 
 _POSITION = (int, 0, 2**32)
@@ -61,7 +61,7 @@ def check(message: dict[str, Any]) -> None:
             raise BadMessage(f"{message['type']}: field {name!r} is out of range")
     if message["type"] == "HELLO" and not all(isinstance(a, str) and len(a) < 300 for a in message["lanes"]):
         raise BadMessage("HELLO: lanes are not addresses")
-    if message["type"] == "DECLARE" and not all(isinstance(d, int) and 0 <= d < 2**62 for d in message["shape"]):
+    if message["type"] == "DECLARE" and not all(isinstance(d, int) and not isinstance(d, bool) and 0 <= d < 2**62 for d in message["shape"]):
         raise BadMessage("DECLARE: shape is not a list of sizes")
     if message["type"] == "WAITING":
         _check_waiting(message["tensors"])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from bpsx.dtypes import BY_CODE
 from bpsx.partitioner import partition
-from bpsx.placement import Place, Placement
+from bpsx.placement import PARTS_PER_TENSOR, Place, Placement
 
 
 @dataclass
@@ -50,7 +50,10 @@ class Registry:
         wanted = Declared(nbytes, dtype, tuple(shape), [rank])
         known = self._tensors.get((name, generation))
         if known is None:
-            wanted.places = self._placement.place(len(self._tensors), [s.length for s in partition(nbytes, self._partition_bytes)])
+            if nbytes > PARTS_PER_TENSOR * self._partition_bytes:
+                wanted.failure, wanted.status = f"tensor {name!r} of {nbytes} bytes has too many partitions: raise BYTEPS_PARTITION_BYTES", -2
+            else:
+                wanted.places = self._placement.place(len(self._tensors), [s.length for s in partition(nbytes, self._partition_bytes)])
             self._tensors[name, generation] = wanted
             return wanted, [rank]
         told = [rank]

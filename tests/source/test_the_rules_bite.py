@@ -1,0 +1,52 @@
+"""The house rules themselves: each finds what it is there to find."""
+
+from __future__ import annotations
+
+import pytest
+
+from source import places
+from source.places import imports
+from source.test_rules import functions
+
+PYTHON = """
+import os, bpsx.api
+from bpsx import errors, session as s
+from bpsx.core import sync
+if True:
+    from bpsx.torch.ops import submit
+from . import hub
+from .messages import check
+from .. import placement
+from ..transports import base
+"""
+CYTHON = """
+from libc.string cimport memcpy
+cimport bpsx.core.sync
+from bpsx.core.queue cimport heap_push, heap_pop
+from bpsx.core.state cimport (
+    Core,
+)
+from bpsx import errors
+import bpsx.config
+# from bpsx.session import Session
+"""
+
+
+@pytest.mark.parametrize(("name", "text", "found"), [
+    ("client.py", PYTHON, {"bpsx.api", "bpsx.errors", "bpsx.session", "bpsx.core", "bpsx.torch.ops", "bpsx.rendezvous.hub",
+                           "bpsx.rendezvous.messages", "bpsx.placement", "bpsx.transports"}),
+    ("x.pyx", CYTHON, {"bpsx.core.sync", "bpsx.core.queue", "bpsx.core.state", "bpsx.errors", "bpsx.config"}),
+])
+def test_every_kind_of_import_is_seen(tmp_path, monkeypatch, name, text, found):
+    path = tmp_path / "src" / "bpsx" / "rendezvous" / name
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    monkeypatch.setattr(places, "ROOT", tmp_path)
+    assert set(imports(path)) == found
+
+
+def test_functions_are_measured():
+    body = "    x = 1\n"
+    text = ("def a():\n" + body * 3 + "\n\ncdef inline int b(\n    int y,\n) noexcept nogil:\n" + body * 2 + "\n"
+            "class C:\n    def c(self):\n" + ("    " + body) * 4 + "\n    async def d(self):\n        pass\n")
+    assert [n for _, n in functions(text)] == [4, 5, 5, 2]

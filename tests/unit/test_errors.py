@@ -1,0 +1,55 @@
+"""Status codes of the core and the exceptions they become."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from bpsx import errors
+from source.places import SOURCE
+
+# A code's name in core/status.pxd -> the exception a user sees.
+MEANT = {
+    "E_PEER_LOST": errors.PeerLostError, "E_MISMATCH": errors.MismatchError, "E_LEFT": errors.PeerLeftError, "E_STALL": errors.StallError,
+    "E_PROTOCOL": errors.ProtocolError, "E_SHUTDOWN": errors.ShutdownError, "E_MEMORY": errors.OutOfMemoryError,
+    "E_TRANSPORT": errors.TransportError,
+}
+
+
+def test_every_code_becomes_the_exception_of_its_name():
+    codes = {name: int(value) for name, value in re.findall(r"^ {4}(\w+) = (-?\d+)", (SOURCE / "core" / "status.pxd").read_text(), re.M)}
+    assert codes.pop("PENDING") == 0 and codes.pop("DONE") == 1
+    assert {errors.STATUS[code][0] for code in codes.values()} == set(MEANT.values())
+    assert {name: errors.STATUS[code][0] for name, code in codes.items()} == MEANT
+    assert set(errors.STATUS) == set(codes.values())
+
+
+@pytest.mark.parametrize("status", errors.STATUS)
+def test_a_status_has_a_text_of_its_own_and_gives_way_to_a_better_one(status):
+    kind, text = errors.STATUS[status]
+    assert type(errors.from_status(status)) is kind and str(errors.from_status(status)) == text
+    assert str(errors.from_status(status, "worker 3 (h, pid 4) is gone")) == "worker 3 (h, pid 4) is gone"
+    assert len({t for _, t in errors.STATUS.values()}) == len(errors.STATUS)
+
+
+@pytest.mark.parametrize("status", errors.STATUS)
+def test_an_explanation_names_the_tensor(status):
+    assert "'layer.0.weight'" in errors.explain(status, "layer.0.weight", 2, 5)
+
+
+def test_an_explanation_names_the_ranks_where_it_knows_them():
+    assert "workers 2 and 5" in errors.explain(-2, "w", 2, 5) and "worker 2 has shut down" in errors.explain(-3, "w", 2, 0)
+
+
+def test_one_base_and_the_builtin_kin_that_scripts_may_already_catch():
+    kinds = [k for k in vars(errors).values() if isinstance(k, type)]
+    assert all(issubclass(k, errors.BpsxError) for k in kinds) and all(k.__doc__ for k in kinds)
+    assert issubclass(errors.PeerLeftError, errors.PeerLostError) and issubclass(errors.PeerLostError, ConnectionError)
+    assert issubclass(errors.StallError, TimeoutError) and issubclass(errors.RendezvousError, TimeoutError)
+    assert issubclass(errors.ConfigError, ValueError) and issubclass(errors.MismatchError, ValueError)
+
+
+def test_an_unknown_status_is_no_error_of_the_users():
+    with pytest.raises(KeyError):
+        errors.from_status(-99)

@@ -1,0 +1,159 @@
+"""The job's state machine under every order of events: who is told what, and that no message can upset it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_rendezvous import config, declare, hello, kinds, members, running
+
+from bpsx.rendezvous import messages
+from bpsx.rendezvous.membership import Membership, names
+
+NODES = {"w0": ("worker", 0), "w1": ("worker", 1), "s0": ("server", -1), "s1": ("server", -1)}
+
+
+def greet(m: Membership, who: str):
+    role, rank = NODES[who]
+    return m.hello(who.encode(), hello(role, rank, 2, 2, pid=list(NODES).index(who) + 1))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(NODES)), ids="-".join)
+def test_any_order_of_coming_makes_the_same_job(order):
+    m = members(2, 2)
+    for i, who in enumerate(order[:-1]):
+        assert greet(m, who) == [] and m.state == "waiting"
+        lacking = [f"worker {w[1]}" for w in ("w0", "w1") if w not in order[:i + 1]]
+        servers = len({"s0", "s1"} - set(order[:i + 1]))
+        assert m.missing() == lacking + ([f"{servers} of 2 servers"] if servers else [])
+    welcomes = {ident.decode(): w for ident, w in greet(m, order[-1])}
+    assert set(welcomes) == set(NODES) and {w["type"] for w in welcomes.values()} == {"WELCOME"}
+    assert (welcomes["w0"]["rank"], welcomes["w1"]["rank"]) == (0, 1)
+    assert sorted((welcomes["s0"]["rank"], welcomes["s1"]["rank"])) == [0, 1]
+    assert len({(w["job"], w["workers"], str(w["lanes"]), str(w["names"])) for w in welcomes.values()}) == 1
+    assert [n.split()[:2] for role in ("worker", "server") for n in welcomes["w0"]["names"][role]] == [
+        ["worker", "0"], ["worker", "1"], ["server", "0"], ["server", "1"]]
+
+
+def test_servers_keep_dense_ranks_when_one_is_started_again():
+    m = members(2, 2)
+    for who in ("s0", "s1"):
+        greet(m, who)
+    m.gone(b"s0", "x")
+    m.hello(b"s2", hello("server", -1, 2, 2, pid=77, lanes=["h:77"]))
+    greet(m, "w0")
+    welcome = dict(greet(m, "w1"))
+    assert sorted(welcome[i]["rank"] for i in (b"s1", b"s2")) == [0, 1]
+    for ident, lane in ((b"s1", "h:-1"), (b"s2", "h:77")):
+        assert welcome[b"w0"]["lanes"][welcome[ident]["rank"]] == [lane]
+
+
+def test_all_processes_of_a_machine_are_awaited():
+    m = members(1, 1)
+    local = config(1, 1, BYTEPS_LOCAL_SIZE=3)
+    for rank in (2, 0):
+        assert m.hello(b"%d" % rank, hello("worker", rank, 1, 1, config=local)) == []
+    assert m.missing() == ["worker 1", "1 of 1 servers"] and m.size == 3
+    m.hello(b"1", hello("worker", 1, 1, 1, config=local))
+    assert kinds(m.hello(b"s", hello("server", -1, 1, 1)))[b"0"] == "WELCOME"
+
+
+def test_a_third_worker_hears_of_a_mismatch_that_it_had_no_part_in():
+    m = running(3, 1)
+    assert kinds(m.declare(b"w0", declare("t", [4]))) == {b"w0": "PLACED"}
+    both = dict(m.declare(b"w1", declare("t", [5])))
+    assert set(both) == {b"w0", b"w1"} and both[b"w0"] == both[b"w1"]
+    assert both[b"w0"]["status"] == -2 and "worker 0 has float32 of shape (4,), worker 1 has float32 of shape (5,)" in both[b"w0"]["text"]
+    assert dict(m.declare(b"w2", declare("t", [4]))) == {b"w2": both[b"w0"]}
+    assert kinds(m.declare(b"w2", declare("t", [4], generation=1))) == {b"w2": "PLACED"}
+
+
+@pytest.mark.parametrize("who", [b"s0", b"nobody"])
+def test_only_workers_declare_and_wait(who):
+    m = running()
+    assert m.declare(who, declare("t", [4])) == [] == m.waiting(who, {"tensors": [["t", 0, 0, 99.0]], "more": False}, 0.0)
+    assert members().declare(b"w0", declare("t", [4])) == []
+
+
+def test_who_says_goodbye_before_the_start_may_come_again():
+    m = members()
+    m.hello(b"w0", hello("worker", 0))
+    assert m.bye(b"w0", {"failure": "changed my mind"}) == [(b"w0", {"type": "GOODBYE"})]
+    assert m.state == "waiting" and "worker 0" in m.missing()
+    assert m.hello(b"w0", hello("worker", 0)) == [] and m.present() == ["worker 0 (h, pid 100)"]
+
+
+@pytest.mark.parametrize("state", ["waiting", "running"])
+def test_an_interrupted_scheduler_tells_everybody(state):
+    m = running() if state == "running" else members()
+    m.hello(b"w0", hello("worker", 0))
+    out = m.abort("the scheduler was ended by SIGTERM")
+    want = {"waiting": ("REFUSED", "reason", {b"w0"}), "running": ("LOST", "text", {b"w0", b"w1", b"s0"})}[state]
+    assert kinds(out) == dict.fromkeys(want[2], want[0]) and all(o[want[1]].endswith("SIGTERM") for _, o in out)
+    assert m.state == "failed" and "SIGTERM" in m.failure
+
+
+def test_long_lists_are_cut():
+    assert names(["a"] * 3) == "a, a, a" and names([str(i) for i in range(11)]) == "0, 1, 2, 3, 4, 5, 6, 7 and 3 more" and names([]) == ""
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from(["hello", "bye", "fail", "gone", "declare", "wait"]), st.sampled_from([*NODES, "x"]),
+                            st.integers(0, 3)), max_size=80)
+
+
+def step(m: Membership, what: str, who: str, n: int):
+    ident = who.encode()
+    if what == "hello":
+        return greet(m, who) if who in NODES else m.hello(ident, hello("worker", n, 2, 2, pid=50 + n))
+    if what in ("bye", "fail"):
+        return m.bye(ident, {"failure": "x" if what == "fail" else ""})
+    if what == "gone":
+        return m.gone(ident, "x")
+    if what == "declare":
+        return m.declare(ident, declare(f"t{n % 2}", [n], generation=n // 2))
+    return m.waiting(ident, {"tensors": [[f"t{n}", 0, 0, 40.0]], "more": n == 3}, float(n))
+
+
+@settings(max_examples=400, deadline=None)
+@given(EVENTS)
+def test_what_is_said_holds_whatever_happens(events):
+    """No order of events raises, and: WELCOME is said once; who has left hears nothing but answers; a failed job stays failed."""
+    m = members(2, 2)
+    welcomed, answers = [], {"GOODBYE", "REFUSED", "PLACED", "FAILED"}
+    for what, who, n in events:
+        before, failure, gone = m.state, m.failure, {i for i, node in m.nodes.items() if node.left}
+        out = step(m, what, who, n)
+        for ident, message in out:
+            kind = message["type"]
+            assert kind in answers or ident not in gone or kind == "WELCOME", (ident, message)
+            assert messages.decode(messages.encode(kind, **{k: v for k, v in message.items() if k != "type"}))["type"] == kind
+            if kind == "WELCOME":
+                welcomed.append(ident)
+            if kind == "LOST":
+                assert m.state == "failed" and message["text"] == m.failure
+            if kind == "LEFT":
+                assert m.nodes[ident].role == "server" and before == "running"
+            if kind == "END":
+                assert m.nodes[ident].role == "server" and m.state in ("done", "failed")
+        if before == "failed":
+            assert (m.state, m.failure) == ("failed", failure)
+        assert before != "done" or m.state == "done"
+        assert (m.state == "waiting") == (not welcomed)
+        assert m.everybody_left() == (m.state in ("done", "failed") and all(n.left for n in m.nodes.values()))
+    assert len(welcomed) in (0, 4) and len(set(welcomed)) == len(welcomed)
+
+
+@settings(max_examples=100, deadline=None)
+@given(EVENTS)
+def test_every_job_can_be_brought_to_its_end(events):
+    """Whatever has happened, once all nodes are gone nobody is left to be told anything."""
+    m = members(2, 2)
+    for who in NODES:
+        greet(m, who)
+    for what, who, n in events:
+        step(m, what, who, n)
+    for ident in list(m.nodes):
+        m.gone(ident, "x")
+    assert m.everybody_left() and m.state in ("done", "failed")

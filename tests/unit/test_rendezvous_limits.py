@@ -1,0 +1,115 @@
+"""The scheduler where names collide, options lack and numbers are large: no single process may take the job from the others."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_rendezvous import config, declare, hello, kinds, members, running
+
+from bpsx.config import Config
+from bpsx.partitioner import partition
+from bpsx.placement import Placement, key_of
+from bpsx.rendezvous import messages
+
+
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """What asks for absurd amounts gets a MemoryError instead of the machine's memory."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + (256 << 20), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_workers_in_containers_on_one_host_are_two():
+    """With host networking and a process namespace each, two containers show the same address and the same pid."""
+    m = members(2, 1)
+    m.hello(b"w0", hello("worker", 0, pid=1))
+    m.hello(b"w1", hello("worker", 1, pid=1))
+    assert m.missing() == ["1 of 1 servers"]
+
+
+def test_servers_in_containers_on_one_host_are_two():
+    m = members(1, 2)
+    m.hello(b"s0", hello("server", -1, 1, 2, pid=1, lanes=["h:5001"]))
+    m.hello(b"s1", hello("server", -1, 1, 2, pid=1, lanes=["h:5002"]))
+    assert m.missing() == ["worker 0"]
+
+
+@pytest.mark.parametrize("lacking", ["BYTEPS_KEY_HASH_FN", "BYTEPS_BUILT_IN_HASH_COEF", "BYTEPS_PARTITION_BYTES", "BYTEPS_LOCAL_SIZE"])
+def test_a_worker_without_an_option_is_refused_and_does_not_keep_the_place(lacking):
+    m = members(1, 1)
+    m.hello(b"s0", hello("server", -1, 1, 1))
+    incomplete = {k: v for k, v in config(1, 1).items() if k != lacking}
+    assert kinds(m.hello(b"x", hello("worker", 0, 1, 1, pid=7, config=incomplete))) == {b"x": "REFUSED"}
+    assert kinds(m.hello(b"w0", hello("worker", 0, 1, 1))) == {b"w0": "WELCOME", b"s0": "WELCOME"}
+
+
+@pytest.mark.parametrize("changes", [
+    {"BYTEPS_PARTITION_BYTES": 0}, {"BYTEPS_PARTITION_BYTES": "x"}, {"BYTEPS_BUILT_IN_HASH_COEF": "x"}, {"BYTEPS_LOCAL_SIZE": 10**12},
+], ids=str)
+def test_a_worker_with_an_option_out_of_range_is_refused(little_memory, changes):
+    m = members(1, 1)
+    m.hello(b"s0", hello("server", -1, 1, 1))
+    assert kinds(m.hello(b"x", hello("worker", 0, 1, 1, pid=7, config=config(1, 1, **changes)))) == {b"x": "REFUSED"}
+    assert m.state == "waiting"
+
+
+VALUES = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5) | st.just([]) | st.just({})
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(["worker", "server"]), st.dictionaries(st.sampled_from(sorted(config(1, 1))), VALUES, max_size=3), st.integers(-1, 3))
+def test_no_introduction_upsets_a_job_that_gathers(role, changes, rank):
+    """Any HELLO that passes the check of its fields is let in or refused; afterwards the real nodes still get their job."""
+    changes = {k: v for k, v in changes.items() if not (k == "BYTEPS_LOCAL_SIZE" and type(v) is int and v > 1000)}     # see above
+    message = hello(role, rank, 1, 1, pid=7, config=config(1, 1, **changes))
+    messages.check(message)
+    m = members(1, 1)
+    first = kinds(m.hello(b"x", message))
+    if first == {b"x": "REFUSED"}:
+        m.hello(b"s0", hello("server", -1, 1, 1))
+        assert kinds(m.hello(b"w0", hello("worker", 0, 1, 1))) == {b"w0": "WELCOME", b"s0": "WELCOME"}
+    elif role == "worker" and m.size == 1:
+        assert kinds(m.hello(b"s0", hello("server", -1, 1, 1))) == {b"x": "WELCOME", b"s0": "WELCOME"}
+        assert kinds(m.declare(b"x", declare("t", [5]))) == {b"x": "PLACED"}
+
+
+@pytest.mark.parametrize("nbytes", [2**50, 2**62])
+def test_a_tensor_larger_than_any_memory_is_refused(little_memory, nbytes):
+    """Not by running out of memory: the scheduler serves the others too."""
+    m = running(1, 1)
+    assert kinds(m.declare(b"w0", {**declare("t", [1]), "nbytes": nbytes})) == {b"w0": "FAILED"}
+
+
+def test_a_large_tensor_in_the_smallest_partitions_fits_a_message():
+    """A gibibyte with BYTEPS_PARTITION_BYTES=4096: what is above MAX_BYTES breaks the worker's connection to the scheduler."""
+    smallest = Config({"BYTEPS_PARTITION_BYTES": "4096"}).partition_bytes
+    places = Placement([1]).place(3, [s.length for s in partition(1 << 30, smallest)])
+    assert len(messages.encode("PLACED", name="t", generation=0, places=[list(p) for p in places])) <= messages.MAX_BYTES
+
+
+def test_a_key_is_unique_however_many_partitions_a_tensor_has():
+    assert key_of(0, 65536) != key_of(1, 0)
+
+
+def test_a_job_that_is_done_stays_done():
+    """SIGTERM while the last server is still saying goodbye: all workers have left in good order, and the status says so."""
+    m = running(1, 1)
+    m.bye(b"w0", {"failure": ""})
+    assert m.state == "done"
+    m.abort("the scheduler was ended by SIGTERM")
+    assert m.state == "done" and not m.failure
+
+
+def test_the_first_failure_is_the_one_that_is_told():
+    m = running(2, 1)
+    m.gone(b"w0", "its connection broke")
+    m.abort("the scheduler was ended by SIGTERM")
+    assert "worker 0" in m.failure
