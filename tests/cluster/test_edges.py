@@ -80,6 +80,16 @@ def test_a_death_while_leaving_is_not_status_0():
         assert job.workers[0].wait() == 1 and "worker 1" in job.workers[0].text()
 
 
+def _killed_beside(job: Job) -> int:
+    """Kill worker 1 while worker 0 waits for a line, let worker 0 end; its status."""
+    for worker in job.workers:
+        worker.wait_for_line("running")
+    job.workers[1].signal(signal.SIGKILL)
+    job.workers[0].wait_for_line("worker 1")
+    job.workers[0].say("go")
+    return job.workers[0].wait()
+
+
 def test_exit_functions_run_once_and_the_status_tells():
     with Job("""
         import atexit
@@ -90,12 +100,7 @@ def test_exit_functions_run_once_and_the_status_tells():
         report("running")
         sys.stdin.readline()
     """) as job:
-        for worker in job.workers:
-            worker.wait_for_line("running")
-        job.workers[1].signal(signal.SIGKILL)
-        job.workers[0].wait_for_line("worker 1")
-        job.workers[0].say("go")
-        assert job.workers[0].wait() == 1
+        assert _killed_beside(job) == 1
         assert job.workers[0].reports() == ["running", "after", "before"]
 
 
@@ -109,12 +114,7 @@ def test_a_caught_error_of_one_tensor_does_not_hide_a_later_death():
             report("running")
         sys.stdin.readline()
     """) as job:
-        for worker in job.workers:
-            worker.wait_for_line("running")
-        job.workers[1].signal(signal.SIGKILL)
-        job.workers[0].wait_for_line("worker 1")
-        job.workers[0].say("go")
-        assert job.workers[0].wait() == 1
+        assert _killed_beside(job) == 1
 
 
 def test_ctrl_c_during_shutdown_still_leaves():
