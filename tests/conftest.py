@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+# Compiled kernels stay in the checkout: a run leaves nothing elsewhere.
+os.environ.setdefault("BPSX_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "test-cache"))
 
 
 def children() -> set[int]:

@@ -99,12 +99,13 @@ def test_the_reference_tells_every_option():
     assert all(f"`{o.env}`" in page and o.help in page for o in OPTIONS) and all(f"`{n}`" in page for n in NOT_USED)
 
 
-def test_cache_folder_is_private_and_falls_back(tmp_path):
+def test_cache_folder_is_private_and_falls_back(tmp_path, monkeypatch):
     folder = cache_dir({"XDG_CACHE_HOME": str(tmp_path)})
     assert folder == tmp_path / "bpsx" and stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert cache_dir({"BPSX_CACHE_DIR": str(tmp_path / "a" / "b")}) == tmp_path / "a" / "b"
     blocked = tmp_path / "file"
     blocked.write_text("")
+    monkeypatch.setattr("bpsx.config.tempfile.gettempdir", lambda: str(tmp_path / "tmp"))
     fallback = cache_dir({"XDG_CACHE_HOME": str(blocked)})
     assert fallback.name == f"bpsx-{os.getuid()}" and fallback.stat().st_uid == os.getuid()
     with pytest.raises(ConfigError, match="BPSX_CACHE_DIR"):
