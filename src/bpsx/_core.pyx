@@ -10,17 +10,16 @@ cimport cython
 from cpython.buffer cimport PyBUF_CONTIG, PyBUF_CONTIG_RO, PyBuffer_Release, PyObject_GetBuffer
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.pycapsule cimport PyCapsule_GetPointer
-from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free, malloc
+from cpython.ref cimport Py_DECREF, Py_INCREF
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
 from libc.string cimport memmove, memset
 
-from bpsx.core.header cimport HEADER_BYTES, MAX_NAME_BYTES
-from bpsx.core.loop cimport background, busy_ns, kick, submit, take_news, wait_for
+from bpsx.core.header cimport MAX_NAME_BYTES
+from bpsx.core.loop cimport background, busy_ns, kick, submit, wait_for
 from bpsx.core.partition cimport MAX_STAGES, Lane, Partition, Task, Tensor as CTensor
 from bpsx.core.receive cimport pump_in
 from bpsx.core.send cimport send_ping
-from bpsx.core.stage cimport PUSH, finish
 from bpsx.core.state cimport Core as CCore
 from bpsx.core.status cimport DONE, E_SHUTDOWN, PENDING
 from bpsx.core.sync cimport (

@@ -1,5 +1,5 @@
 # Mutex, condition variable, atomics and clock for code that runs without the GIL.
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int64_t
 
 cdef extern from *:
     """

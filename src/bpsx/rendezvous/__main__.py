@@ -9,7 +9,7 @@ from types import FrameType
 from bpsx.config import Config
 from bpsx.errors import BpsxError
 from bpsx.logs import configure
-from bpsx.rendezvous.hub import Hub, Interrupted
+from bpsx.rendezvous.hub import Hub
 
 
 def main() -> int:
@@ -22,16 +22,14 @@ def main() -> int:
     except BpsxError as e:
         print(f"bpsx scheduler: {e}", file=sys.stderr)
         return 2
+    def interrupt(number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)       # a second one ends at once
+        hub.interrupt(signal.Signals(number).name)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _interrupt)
+        signal.signal(number, interrupt)
     hub.announce()
     return hub.run()
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    # A second signal ends at once.
-    signal.signal(number, signal.SIG_DFL)
-    raise Interrupted(signal.Signals(number).name)
 
 
 if __name__ == "__main__":

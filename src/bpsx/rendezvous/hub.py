@@ -29,7 +29,7 @@ GRACE = 5.0
 
 
 class Interrupted(Exception):
-    """A signal asks the scheduler to end; raised by its handler."""
+    """A signal asks the scheduler to end."""
 
 
 class Hub:
@@ -42,6 +42,8 @@ class Hub:
         # A send to a node whose connection is gone says so: it may have died before its HELLO was read, with no event left to come.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.port = self._bind()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._signal = ""
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._descriptors: dict[int, bytes] = {}
         self._members = Membership(
@@ -75,6 +77,12 @@ class Hub:
             os.replace(draft, path)
         log.info("listening on %s:%d", self._config.root_uri, self.port)
 
+    def interrupt(self, name: str) -> None:
+        """End because of the signal called ``name``; for its handler. It takes effect between messages: an exception out of the handler
+        could tear one apart, and its frames would be taken for the next one's."""
+        self._signal = name
+        os.eventfd_write(self._wake, 1)
+
     def run(self) -> int:
         """Serve until the job is over. Returns 0 if all workers left in good order, else 1."""
         try:
@@ -90,6 +98,7 @@ class Hub:
         finally:
             self._socket.disable_monitor()
             self._context.destroy(500)
+            os.close(self._wake)
         if self._members.state != "done":
             log.error("the job has failed: %s", self._members.failure)
         return 0 if self._members.state == "done" else 1
@@ -126,7 +135,12 @@ class Hub:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
         poller.poll(None if timeout is None else max(0, int(timeout * 1000) + 1))
+        if self._signal:
+            os.eventfd_read(self._wake)
+            name, self._signal = self._signal, ""
+            raise Interrupted(name)
         self._read_monitor()
         newcomers: list[tuple[bytes, dict[str, Any]]] = []
         for _ in range(256):

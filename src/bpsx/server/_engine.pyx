@@ -7,7 +7,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memset
 
-from bpsx.core.header cimport BROADCAST, MAX_NAME_BYTES, PING, PUSH, REGISTER, Header, next_record
+from bpsx.core.header cimport MAX_NAME_BYTES, PING, PUSH, REGISTER, Header, next_record
 from bpsx.core.status cimport E_LEFT, E_MEMORY, E_PROTOCOL
 from bpsx.core.sync cimport atomic_load, atomic_store, now_ns, yield_cpu
 from bpsx.kernels.abi cimport Kernels, add_fn, divide_fn, finish_fn, pair_fn, start_fn
