@@ -14,7 +14,7 @@ from bpsx.config import Config
 from bpsx.dtypes import dtype_named
 from bpsx.host import keep_memory, own_host
 from bpsx.logs import configure
-from bpsx.partitioner import partition
+from bpsx.partitioner import partition, whole_pages
 from bpsx.pipeline import stages_for
 from bpsx.placement import PARTS_PER_TENSOR
 from bpsx.rendezvous.client import Link
@@ -108,8 +108,7 @@ class Session:
             self._lanes = lanes
             for i, (_, address) in enumerate(lanes):
                 self._endpoint.connect(i, address)
-            page = 4096
-            credit = self.config.scheduling_credit * -(-self.config.partition_bytes // page) * page
+            credit = self.config.scheduling_credit * whole_pages(self.config.partition_bytes)
             self._core = Core(self._endpoint, rank=self.rank, job=welcome["job"], lanes=len(lanes), credit=credit,
                               spin_us=self.config.spin_us)
             watched = self._endpoint.watch()

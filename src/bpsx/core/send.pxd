@@ -8,10 +8,10 @@ from bpsx.core.header cimport (
 )
 from bpsx.core.partition cimport Lane, Partition, Task
 from bpsx.core.queue cimport heap_pop
-from bpsx.core.stage cimport advance
+from bpsx.core.stage cimport advance, give_up
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_MEMORY, E_TRANSPORT
-from bpsx.core.sync cimport atomic_add, atomic_load, atomic_store, lock, unlock
+from bpsx.core.sync cimport atomic_add, atomic_load, atomic_store
 
 # What is on its way through the transport: returned by its done callback, on whatever thread that runs.
 cdef struct Wire:
@@ -69,15 +69,6 @@ cdef inline bint has_credit(Core *c, Lane *lane, uint64_t bytes) noexcept nogil:
         atomic_store(&lane.starved, 0)
         return True
     return False
-
-
-cdef inline void give_up(Core *c, int status) noexcept nogil:
-    """Something could not be sent: the server will never count this worker's round, so nothing after it can be right. Fail everything."""
-    lock(&c.monitor)
-    if not c.failed:
-        atomic_store(&c.failed, status)
-        atomic_store(&c.news, 1)
-    unlock(&c.monitor)
 
 
 cdef inline uint64_t push_bytes(Partition *p) noexcept nogil:

@@ -26,6 +26,15 @@ cdef enum Stage:
     BROADCAST = 12
 
 
+cdef inline void give_up(Core *c, int status) noexcept nogil:
+    """Something could not be sent: the server will never count this worker's round, so nothing after it can be right. Fail everything."""
+    lock(&c.monitor)
+    if not c.failed:
+        atomic_store(&c.failed, status)
+        atomic_store(&c.news, 1)
+    unlock(&c.monitor)
+
+
 cdef inline void enter(Core *c, Partition *p) noexcept nogil:
     """Do what the partition's present stage asks for."""
     cdef int stage = p.tensor.stages[p.stage]
@@ -34,10 +43,7 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
         p.order = c.next_order
         c.next_order += 1
         if heap_push(&c.lanes[p.lane], p) != 0:
-            lock(&c.monitor)
-            atomic_store(&c.failed, E_MEMORY)
-            atomic_store(&c.news, 1)
-            unlock(&c.monitor)
+            give_up(c, E_MEMORY)
     elif stage == END:
         home(c, p)
     # PULL: the answer moves it on.

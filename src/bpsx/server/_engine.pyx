@@ -16,7 +16,7 @@ from bpsx.server.lane cimport (
     MAX_PARTITION_BYTES, MAX_SLOTS, N_DTYPES, RECEIVE_AT_ONCE, Lane as CLane, Out, Pending,
 )
 from bpsx.server.store cimport (
-    FAILED, MALFORMED, REPEATED, Entry, Share, Verdict, add, count_push, entry_free, entry_new,
+    FAILED, MALFORMED, REPEATED, Entry, Share, Verdict, add, count_push, entry_free, entry_new, memory_for,
 )
 from bpsx.transports.abi cimport Endpoint, Message
 
@@ -124,9 +124,7 @@ cdef void contribute(CLane *lane, Entry *e, Header *h, Message *m, char *body, b
                 e.sum = body
                 kept[0] = True
             else:
-                if e.small == NULL:
-                    e.small = <char *>malloc(max(e.nbytes, <uint64_t>1))
-                if e.small == NULL:
+                if not memory_for(&e.small, e.nbytes):
                     e.status = E_MEMORY
                     return
                 memcpy(e.small, body, e.nbytes)
