@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -147,13 +148,16 @@ OPTIONS: tuple[Option, ...] = (
     Option("log_level", "BYTEPS_LOG_LEVEL", _choice(*_LEVELS), "warning", " | ".join(_LEVELS), "What is logged, to standard error.", _LOG),
     Option("log_hide_time", "BYTEPS_LOG_HIDE_TIME", _flag, False, _FLAG, "Log without the time.", _LOG),
     Option("cache_dir", "BPSX_CACHE_DIR", str, "", "folder", "Where compiled kernels are kept. Default: bpsx in the user's cache folder.", _LOG),
+    Option("socket_path", "BYTEPS_SOCKET_PATH", str, "", "folder",
+           "Where processes of one machine meet: a folder of this user's below it. Default: the user's runtime folder, else the temporary "
+           "folder.", _LOG),
     Option("port_file", "BPSX_PORT_FILE", str, "", "path",
            "The scheduler writes its port here once it listens; the launcher reads it.", _LOG),
 )
 
 #: Upstream's variables that mean something to BytePS and nothing to this version: set, they get a warning instead of silence.
 NOT_USED = frozenset((
-    "BYTEPS_GLOBAL_RANK", "BYTEPS_ORDERED_HOSTS", "BYTEPS_ENABLE_ASYNC", "BYTEPS_OMP_THREAD_PER_GPU", "BYTEPS_SOCKET_PATH",
+    "BYTEPS_GLOBAL_RANK", "BYTEPS_ORDERED_HOSTS", "BYTEPS_ENABLE_ASYNC", "BYTEPS_OMP_THREAD_PER_GPU",
     "BYTEPS_ENABLE_MIXED_MODE", "BYTEPS_MIXED_MODE_BOUND", "BYTEPS_MIN_COMPRESS_BYTES", "BYTEPS_THREADPOOL_SIZE", "BYTEPS_SERVER_DEBUG",
     "BYTEPS_SERVER_DEBUG_KEY", "BYTEPS_SERVER_ENGINE_BLOCKING", "BYTEPS_NCCL_GROUP_SIZE", "BYTEPS_NCCL_NUM_RINGS",
     "BYTEPS_PCIE_SWITCH_SIZE", "BYTEPS_REDUCE_ROOTS", "BYTEPS_ENABLE_IPC", "BYTEPS_ADDRESS_POOL_SIZE", "BYTEPS_IPC_COPY_NUM_THREADS",
@@ -267,6 +271,25 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
         if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
             return folder
     raise ConfigError(f"BPSX_CACHE_DIR: no writable folder of this user's for compiled kernels; tried {named or [home, str(fallback)]}")
+
+
+def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """The folder for sockets and records of running jobs: ``bpsx-<user id>``, mode 0700, this user's; made if need be.
+
+    Raises :class:`~bpsx.errors.ConfigError` if somebody else owns it or others may enter it: its content could not be trusted.
+    """
+    source = os.environ if environ is None else environ
+    above = source.get("BYTEPS_SOCKET_PATH") or source.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    folder = Path(above) / f"bpsx-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError as e:
+        raise ConfigError(f"BYTEPS_SOCKET_PATH: cannot make {folder}: {e.strerror}") from e
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"BYTEPS_SOCKET_PATH: {folder} must be a folder of user {os.getuid()}'s with mode 0700; "
+                          f"it belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):04o}")
+    return folder
 
 
 def child_environment(**changes: str) -> dict[str, str]:
