@@ -102,19 +102,24 @@ class Process:
 
 
 class Job:
-    """A job of processes. ``source`` is what each worker runs (dedented); ``env`` goes to all, ``worker_env[i]`` to worker i."""
+    """A job of processes. ``source`` is what each worker runs (dedented); ``env`` goes to all, ``worker_env[i]`` to worker i.
+
+    ``workers`` counts processes; ``processes`` of them are one machine.
+    """
 
     def __init__(
         self, source: str, workers: int = 2, servers: int = 1, *, env: dict[str, str] | None = None,
-        worker_env: dict[int, dict[str, str]] | None = None, host: str = "127.0.0.1",
+        worker_env: dict[int, dict[str, str]] | None = None, host: str = "127.0.0.1", processes: int = 1,
     ) -> None:
+        self.processes_each = processes
         self.source = _PRELUDE + textwrap.dedent(source)
         self.n_workers, self.n_servers = workers, servers
         self._folder = tempfile.TemporaryDirectory(prefix="bpsx-test-")
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_", "PS_"))}
         self._env = {
-            **clean, "DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": "0", "DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": str(servers),
-            "BPSX_RENDEZVOUS_TIMEOUT": "60", "OMP_NUM_THREADS": "1", **(env or {}),
+            **clean, "DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": "0", "DMLC_NUM_WORKER": str(workers // processes),
+            "DMLC_NUM_SERVER": str(servers), "BPSX_RENDEZVOUS_TIMEOUT": "60", "BYTEPS_SOCKET_PATH": self._folder.name,
+            "OMP_NUM_THREADS": "1", **(env or {}),
         }
         if "BPSX_CACHE_DIR" in os.environ:
             self._env.setdefault("BPSX_CACHE_DIR", os.environ["BPSX_CACHE_DIR"])
@@ -152,7 +157,8 @@ class Job:
         self.servers.append(Process(f"server {i}", [sys.executable, "-m", "bpsx.server"], {**self._env, "DMLC_ROLE": "server"}))
 
     def start_worker(self, i: int, source: str | None = None) -> None:
-        env = {**self._env, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": str(i), **self._worker_env.get(i, {})}
+        env = {**self._env, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": str(i // self.processes_each),
+               "BYTEPS_LOCAL_RANK": str(i % self.processes_each), "BYTEPS_LOCAL_SIZE": str(self.processes_each), **self._worker_env.get(i, {})}
         text = self.source if source is None else _PRELUDE + textwrap.dedent(source)
         self.workers.append(Process(f"worker {i}", [sys.executable, "-c", text], env))
 

@@ -39,14 +39,17 @@ class Handle:
 class Core:
     """The state machine of a worker's partitions over one endpoint. Thread-safe."""
 
-    def __init__(self, endpoint: Any, *, rank: int, job: int, lanes: int, credit: int, spin_us: float) -> None:
-        """``endpoint``: an object with ``abi()``; ``credit``: bytes in flight per lane, 0 for no bound."""
+    def __init__(self, endpoint: Any, *, rank: int, job: int, lanes: int, credit: int, spin_us: float, machine: Any = None) -> None:
+        """``endpoint``: an object with ``abi()``; ``credit``: bytes in flight per lane, 0 for no bound; ``machine``: see
+        :class:`bpsx.local._machine.Machine`."""
     @property
     def pid(self) -> int:
         """The process that made it."""
     @property
     def told(self) -> bool:
         """Whether a failure has been raised in the script."""
+    def look(self) -> None:
+        """Let the driver look around."""
     @property
     def failed(self) -> str:
         """Why the core has failed, or an empty string."""

@@ -16,6 +16,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memmove, memset
 
 from bpsx.core.header cimport MAX_NAME_BYTES
+from bpsx.core.machine cimport Machine as CMachine
 from bpsx.core.loop cimport background, busy_ns, kick, submit, wait_for
 from bpsx.core.partition cimport MAX_STAGES, Lane, Partition, Task, Tensor as CTensor
 from bpsx.core.receive cimport pump_in
@@ -93,6 +94,10 @@ cdef class Tensor:
             self.nbytes += p.length
 
     def __dealloc__(self):
+        cdef size_t i
+        if self.c.parts != NULL:
+            for i in range(self.c.n_parts):
+                free(self.c.parts[i].shares)
         free(self.c.parts)
 
 
@@ -167,15 +172,16 @@ cdef class Handle:
 cdef class Core:
     """The state machine of a worker's partitions over one endpoint. Owned by the session; all methods are thread-safe."""
     cdef CCore c
-    cdef object endpoint, capsule, thread
+    cdef object endpoint, capsule, thread, machine
     cdef readonly int pid       # who made it: a forked child must not touch the parent's sockets
     cdef set tensors
     cdef str failure
     cdef bint closed, greeted
     cdef readonly bint told     # whether a failure has been raised in the script
 
-    def __cinit__(self, endpoint, *, int rank, uint64_t job, int lanes, int64_t credit, double spin_us):
-        """``endpoint``: an object with ``abi()``; ``credit``: bytes in flight per lane, 0 for no bound."""
+    def __cinit__(self, endpoint, *, int rank, uint64_t job, int lanes, int64_t credit, double spin_us, machine=None):
+        """``endpoint``: an object with ``abi()``; ``credit``: bytes in flight per lane, 0 for no bound; ``machine``: a
+        :class:`bpsx.local._machine.Machine` if the machine's processes share the work, and ``rank`` is then the machine's number."""
         memset(&self.c, 0, sizeof(CCore))
         if monitor_init(&self.c.monitor) != 0:
             raise MemoryError("cannot create a mutex")
@@ -184,6 +190,11 @@ cdef class Core:
         self.capsule = endpoint.abi()
         self.c.endpoint = <Endpoint *>PyCapsule_GetPointer(self.capsule, b"bpsx.Endpoint")
         self.c.rank = rank
+        self.c.processes = 1
+        if machine is not None:
+            self.machine = machine.abi()
+            self.c.machine = <CMachine *>PyCapsule_GetPointer(self.machine, b"bpsx.Machine")
+            self.c.processes = self.c.machine.size
         self.c.job = job
         self.c.credit = credit
         self.c.spin_ns = <int64_t>(spin_us * 1000)
@@ -306,6 +317,13 @@ cdef class Core:
             atomic_store(&self.c.failed, status)
             atomic_store(&self.c.news, 1)
             kick(&self.c)
+        unlock(&self.c.monitor)
+
+    def look(self) -> None:
+        """Let the driver look around: something has changed that it cannot see by itself."""
+        lock(&self.c.monitor)
+        atomic_store(&self.c.news, 1)
+        kick(&self.c)
         unlock(&self.c.monitor)
 
     @property

@@ -102,6 +102,9 @@ OPTIONS: tuple[Option, ...] = (
            "Index of this process on its machine.", _JOB),
     Option("local_size", "BYTEPS_LOCAL_SIZE", _integer(1, 65535), 1, "1..65535",
            "Worker processes per machine, the same on all; rank = worker id * local size + local rank.", _JOB),
+    Option("local_reduce", "BPSX_LOCAL_REDUCE", _flag, True, _FLAG,
+           "With BYTEPS_LOCAL_SIZE > 1: the processes of a machine sum in shared memory first, and one of them speaks to the servers. "
+           "0: each speaks for itself.", _JOB),
     Option("force_distributed", "BYTEPS_FORCE_DISTRIBUTED", _flag, False, _FLAG,
            "Use servers even with a single worker, which otherwise needs neither servers nor scheduler.", _JOB),
     Option("node_host", "DMLC_NODE_HOST", str, "", "address", "Own address to listen on and advertise. Default: the one from which the "
@@ -210,6 +213,18 @@ class Config:
         """Whether servers and a scheduler take part."""
         return bool(self.size > 1 or self.force_distributed)
 
+    @property
+    def shares_machine(self) -> bool:
+        """Whether the worker processes of a machine sum among themselves first."""
+        return bool(self.local_size > 1 and self.local_reduce)
+
+    @property
+    def servers(self) -> int:
+        """Servers that take part: none on a single machine whose processes sum among themselves, as with BytePS."""
+        if self.role == "worker" and self.num_worker == 1 and self.shares_machine and not self.force_distributed:
+            return 0
+        return int(self.num_server or 0)
+
     def require(self, *fields: str) -> None:
         """Raise :class:`~bpsx.errors.ConfigError` naming the variables among ``fields`` that are not set."""
         missing = [o for o in OPTIONS if o.field in fields and getattr(self, o.field) is None]
@@ -217,13 +232,21 @@ class Config:
             lines = "; ".join(f"{o.env} ({o.help.rstrip('.')}; {o.allowed})" for o in missing)
             raise ConfigError(f"not set: {lines}")
 
+    def _check_servers(self) -> None:
+        """Whether there are as many as are needed."""
+        if self.role == "worker" and self.num_worker == 1 and self.shares_machine and not self.force_distributed:
+            return
+        self.require("num_server")
+        # A scheduler cannot know how many processes its one machine has.
+        if self.num_server < 1 and not (self.role == "scheduler" and self.num_worker == 1):
+            raise ConfigError("DMLC_NUM_SERVER=0: at least one server is needed, except on a single machine")
+
     def check(self) -> None:
         """Whether the values fit together for this role. Raises :class:`~bpsx.errors.ConfigError`."""
         self.require("role")
         if self.role != "worker" or self.distributed:
-            self.require("root_uri", "root_port", "num_server")
-            if self.num_server < 1:
-                raise ConfigError("DMLC_NUM_SERVER=0: at least one server is needed, except with a single worker")
+            self.require("root_uri", "root_port")
+            self._check_servers()
         if self.role != "worker":
             return
         if self.num_worker > 1:
@@ -300,7 +323,8 @@ def child_environment(**changes: str) -> dict[str, str]:
 def fingerprint(config: Config) -> dict[str, Any]:
     """The options that must be the same on all workers, to be compared at rendezvous."""
     names = ("num_worker", "num_server", "local_size", "partition_bytes", "key_hash_fn", "hash_coefficient")
-    return {o.env: getattr(config, o.field) for o in OPTIONS if o.field in names}
+    found = {o.env: getattr(config, o.field) for o in OPTIONS if o.field in names}
+    return {**found, "DMLC_NUM_SERVER": config.servers, "BPSX_LOCAL_REDUCE": int(config.shares_machine)}
 
 
 def wrong_options(shared: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import Enum, IntEnum
 
 
 class Stage(IntEnum):
@@ -23,12 +23,24 @@ class Stage(IntEnum):
     BROADCAST = 12
 
 
-#: (device, compressed) -> stages. A CPU tensor is pushed from where it lies and pulled to where it shall be.
-_TABLE: dict[tuple[str, bool], tuple[Stage, ...]] = {
-    ("cpu", False): (Stage.PUSH, Stage.PULL),
+class Place(Enum):
+    """What a process is to its machine."""
+
+    DIRECT = "speaks to the servers for itself"
+    MEMBER = "gives its share to the machine's root"
+    ROOT = "adds the machine's shares and speaks to the servers"
+    ONLY_ROOT = "adds the machine's shares, and there are no servers"
+
+
+#: (device, compressed, place) -> stages. A CPU tensor is pushed from where it lies and pulled to where it shall be.
+_TABLE: dict[tuple[str, bool, Place], tuple[Stage, ...]] = {
+    ("cpu", False, Place.DIRECT): (Stage.PUSH, Stage.PULL),
+    ("cpu", False, Place.MEMBER): (Stage.REDUCE, Stage.COORDINATE_BROADCAST, Stage.BROADCAST),
+    ("cpu", False, Place.ROOT): (Stage.COORDINATE_REDUCE, Stage.REDUCE, Stage.PUSH, Stage.PULL, Stage.BROADCAST),
+    ("cpu", False, Place.ONLY_ROOT): (Stage.COORDINATE_REDUCE, Stage.REDUCE, Stage.BROADCAST),
 }
 
 
-def stages_for(device: str = "cpu", compressed: bool = False) -> bytes:
+def stages_for(device: str = "cpu", compressed: bool = False, place: Place = Place.DIRECT) -> bytes:
     """The stage codes of a tensor's partitions, in order. Raises :class:`KeyError` for what this version cannot move."""
-    return bytes(_TABLE[device, compressed])
+    return bytes(_TABLE[device, compressed, place])

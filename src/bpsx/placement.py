@@ -75,6 +75,8 @@ class Placement:
         return [self._place_one(key_of(tensor, i), size) for i, size in enumerate(sizes)]
 
     def _place_one(self, key: int, size: int) -> Place:
+        if not self.server_bytes:
+            return Place(key, 0, 0)         # a single machine: its root has the sum
         if self._hash is None:
             server = min(range(len(self.server_bytes)), key=lambda s: self.server_bytes[s])
         else:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from bpsx import errors
 from bpsx._core import Core, Handle, Tensor
 from bpsx.config import Config
-from bpsx.dtypes import dtype_named
+from bpsx.dtypes import BY_CODE, BY_NAME, dtype_named
 from bpsx.host import keep_memory, own_host
+from bpsx.kernels import load as load_kernels
+from bpsx.local._machine import Machine, QuietEndpoint
+from bpsx.local.meeting import meet
 from bpsx.logs import configure
 from bpsx.partitioner import partition, whole_pages
-from bpsx.pipeline import stages_for
+from bpsx.pipeline import Place, stages_for
 from bpsx.placement import PARTS_PER_TENSOR
 from bpsx.rendezvous.client import Link
 from bpsx.rendezvous.messages import MAX_NAME
@@ -80,6 +85,8 @@ class Session:
         self._generations: dict[str, int] = {}
         self._order: dict[str, int] = {}
         self._link: Link | None = None
+        self._machine: Machine | None = None        # with several processes on this machine that sum among themselves first
+        self._place = Place.DIRECT
         self._closed = False
         self._leaving = False
         self._failure = ""
@@ -99,29 +106,63 @@ class Session:
 
     def _join(self) -> None:
         link = Link(self.config)
+        self._choose_place()
         try:
-            welcome = link.join("worker", self.rank, own_host(self.config), [])
+            with self._kernels_loading():
+                welcome = link.join("worker", self.rank, own_host(self.config), [])
             self._names = welcome["names"]
-            self._endpoint = open_endpoint(self.config)
-            self._endpoint.join(welcome["job"], self.rank)
-            lanes = [(server, a) for server, addresses in enumerate(welcome["lanes"]) for a in addresses]
-            self._lanes = lanes
-            for i, (_, address) in enumerate(lanes):
-                self._endpoint.connect(i, address)
-            credit = self.config.scheduling_credit * whole_pages(self.config.partition_bytes)
-            self._core = Core(self._endpoint, rank=self.rank, job=welcome["job"], lanes=len(lanes), credit=credit,
-                              spin_us=self.config.spin_us)
-            watched = self._endpoint.watch()
+            self._open(welcome, link)
+            watched = None if self._place is Place.MEMBER else (self._endpoint.watch(), self._look_for_broken)
             self._greet(link)
         except BaseException:
-            for name in ("_core", "_endpoint"):     # as far as it came
-                if hasattr(self, name):
+            for name in ("_core", "_endpoint", "_machine"):     # as far as it came
+                if getattr(self, name, None) is not None:
                     getattr(self, name).close()
             link.stop()
             raise
         self._link = link
         self._core.start()
-        link.start(self._handle, lost=self._peer_lost, tick=self._tick, watch=(watched, self._look_for_broken))
+        link.start(self._handle, lost=self._peer_lost, tick=self._tick, watch=watched)
+
+    def _choose_place(self) -> None:
+        """What this process is to its machine: the largest local rank speaks for all, if they sum among themselves."""
+        if self.config.shares_machine:
+            root = Place.ROOT if self.config.servers else Place.ONLY_ROOT
+            self._place = root if self.local_rank == self.local_size - 1 else Place.MEMBER
+
+    @contextlib.contextmanager
+    def _kernels_loading(self) -> Iterator[None]:
+        """Compile what the machine's root adds with while the others are still coming."""
+        if self._place in (Place.DIRECT, Place.MEMBER):
+            yield
+            return
+        warm_up = threading.Thread(target=load_kernels, args=(BY_NAME["float32"].code,), name="bpsx-warm-up", daemon=True)
+        warm_up.start()
+        yield
+        warm_up.join()
+
+    def _open(self, welcome: dict[str, Any], link: Link) -> None:
+        """Endpoint and core, and before them the meeting with this machine's other processes."""
+        config, job = self.config, welcome["job"]
+        alone = self._place in (Place.MEMBER, Place.ONLY_ROOT)
+        self._lanes = [] if alone else [(server, a) for server, addresses in enumerate(welcome["lanes"]) for a in addresses]
+        self._endpoint = QuietEndpoint() if self._place is Place.MEMBER else open_endpoint(config)
+        if self._place is not Place.DIRECT:
+            self._machine = meet(config, job, self._endpoint.wake_descriptor, not config.servers, lambda: self._hear_of_a_loss(link))
+        rank = self.rank if self._machine is None else config.worker_id or 0
+        if self._place is not Place.MEMBER:
+            self._endpoint.join(job, rank)
+        for i, (_, address) in enumerate(self._lanes):
+            self._endpoint.connect(i, address)
+        credit = config.scheduling_credit * whole_pages(config.partition_bytes)
+        self._core = Core(self._endpoint, rank=rank, job=job, lanes=len(self._lanes), credit=credit, spin_us=config.spin_us,
+                          machine=self._machine)
+
+    def _hear_of_a_loss(self, link: Link) -> None:
+        """Somebody may die while the job comes together. Raises :class:`~bpsx.errors.RendezvousError`."""
+        message = link.news()
+        if message is not None and message["type"] == "LOST":
+            raise errors.RendezvousError(f"worker {self.rank}: {message['text']}")
 
     def _greet(self, link: Link) -> None:
         """Make sure that every lane can be reached, listening to the scheduler meanwhile: somebody may die right now."""
@@ -130,9 +171,7 @@ class Session:
             silent = self._core.greet(0.5)
             if not silent:
                 return
-            message = link.news()
-            if message is not None and message["type"] == "LOST":
-                raise errors.RendezvousError(f"worker {self.rank}: {message['text']}")
+            self._hear_of_a_loss(link)
             if time.monotonic() >= end:
                 raise errors.RendezvousError(f"worker {self.rank}: no answer from " + ", ".join(self._lane_name(i) for i in silent))
 
@@ -153,6 +192,9 @@ class Session:
             log.warning("%s", message["text"])
         elif kind == "LOST":
             self._peer_lost(message["text"])
+        elif kind == "LEFT" and self._machine is not None:
+            self._machine.left(message["rank"] - self.rank + self.local_rank)
+            self._core.look()
 
     def _placed(self, name: str, generation: int, places: list[tuple[int, int, int]]) -> None:
         with self._lock:
@@ -161,7 +203,7 @@ class Session:
                 return
             spans = partition(declared.nbytes, self.config.partition_bytes)
             parts = [(key, lane, slot, span.offset, span.length) for (key, lane, slot), span in zip(places, spans, strict=True)]
-            tensor = Tensor(name, declared.dtype, parts, stages_for("cpu"), generation)
+            tensor = Tensor(name, declared.dtype, parts, stages_for("cpu", place=self._place), generation)
             for handle in declared.pending:
                 self._core.release(handle, tensor)
             declared.pending = []
@@ -268,6 +310,9 @@ class Session:
             return self._core.submit(declared.tensor, source, target, divisor=divisor, broadcast=broadcast, priority=priority,
                                      will_wait=will_wait, owner=owner, result=result)
         self._check_new(name, nbytes)
+        if self._machine is not None and self.config.servers and divisor > 1 and not broadcast and BY_CODE[dtype].itemsize == 1:
+            raise errors.ConfigError(f"{name!r}: {BY_CODE[dtype].name} cannot be averaged over machines with several processes: their sums would "
+                                     "wrap first; sum it (average=False), use a wider type, or set BPSX_LOCAL_REDUCE=0")
         handle = self._core.prepare(name, nbytes, source, target, divisor=divisor, broadcast=broadcast, priority=priority, owner=owner,
                                     result=result)
         if self._link is None:
@@ -367,6 +412,8 @@ class Session:
                 self._link.stop()
             self._endpoint.close()
             self._core.reap()
+            if self._machine is not None:
+                self._machine.close()
 
     def _take_leave(self, failure: str) -> None:
         """Wait for what is under way and tell the scheduler how it ended."""

@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from bpsx.config import NOT_USED, OPTIONS, Config, cache_dir, fingerprint, reference
+from bpsx.config import NOT_USED, OPTIONS, Config, cache_dir, fingerprint, reference, runtime_dir
 from bpsx.errors import ConfigError
 
 WORKER = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "h", "DMLC_PS_ROOT_PORT": "1", "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1",
@@ -15,14 +15,15 @@ WORKER = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "h", "DMLC_PS_ROOT_PORT": "
 # What each kind of option refuses.
 REFUSED = {
     "DMLC_ROLE": "boss", "DMLC_PS_ROOT_PORT": "65536", "DMLC_NUM_WORKER": "0", "DMLC_NUM_SERVER": "-1", "DMLC_WORKER_ID": "one",
-    "BYTEPS_LOCAL_RANK": "-1", "BYTEPS_LOCAL_SIZE": "0", "BYTEPS_FORCE_DISTRIBUTED": "maybe", "DMLC_ENABLE_RDMA": "carrier-pigeon",
+    "BYTEPS_LOCAL_RANK": "-1", "BYTEPS_LOCAL_SIZE": "0", "BPSX_LOCAL_REDUCE": "half",
+    "BYTEPS_FORCE_DISTRIBUTED": "maybe", "DMLC_ENABLE_RDMA": "carrier-pigeon",
     "BYTEPS_PARTITION_BYTES": "4095", "BYTEPS_KEY_HASH_FN": "md5", "BYTEPS_BUILT_IN_HASH_COEF": "0", "BYTEPS_SCHEDULING_CREDIT": "-1",
     "BYTEPS_SERVER_ENGINE_THREAD": "0", "BYTEPS_SERVER_ENABLE_SCHEDULE": "2", "BYTEPS_ZMQ_NTHREADS": "x", "BPSX_SEND_BUFFER_KB": "-1",
     "BPSX_SPIN_US": "-1", "BPSX_FIXED_ORDER": "2", "BPSX_KEEP_MEMORY_MB": "1e3", "BPSX_RENDEZVOUS_TIMEOUT": "inf",
     "PS_HEARTBEAT_INTERVAL": "nan", "PS_HEARTBEAT_TIMEOUT": "-2", "BPSX_STALL_WARN_SECONDS": "0", "BPSX_DEADLOCK_SECONDS": "0",
     "BPSX_SHUTDOWN_TIMEOUT": "soon", "BYTEPS_LOG_LEVEL": "loud", "BYTEPS_LOG_HIDE_TIME": "perhaps",
 }
-FREE_TEXT = {"DMLC_PS_ROOT_URI", "DMLC_NODE_HOST", "DMLC_INTERFACE", "BPSX_CACHE_DIR", "BPSX_PORT_FILE"}
+FREE_TEXT = {"DMLC_PS_ROOT_URI", "DMLC_NODE_HOST", "DMLC_INTERFACE", "BPSX_CACHE_DIR", "BPSX_PORT_FILE", "BYTEPS_SOCKET_PATH"}
 
 
 def test_every_option_has_a_case_here():
@@ -91,7 +92,29 @@ def test_given_values_win_and_must_exist():
 
 def test_the_fingerprint_holds_what_workers_must_share():
     assert fingerprint(Config(WORKER)).keys() == {"DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "BYTEPS_LOCAL_SIZE", "BYTEPS_PARTITION_BYTES",
-                                                  "BYTEPS_KEY_HASH_FN", "BYTEPS_BUILT_IN_HASH_COEF"}
+                                                  "BYTEPS_KEY_HASH_FN", "BYTEPS_BUILT_IN_HASH_COEF", "BPSX_LOCAL_REDUCE"}
+
+
+def test_a_machine_whose_processes_sum_among_themselves_needs_no_server():
+    several = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "h", "DMLC_PS_ROOT_PORT": "1", "BYTEPS_LOCAL_SIZE": "2"}
+    Config(several).check()
+    assert Config({**several, "DMLC_NUM_SERVER": "1"}).servers == 0        # as with BytePS
+    for change in ({"BPSX_LOCAL_REDUCE": "0"}, {"BYTEPS_FORCE_DISTRIBUTED": "1"}, {"DMLC_NUM_WORKER": "2", "DMLC_WORKER_ID": "0"}):
+        with pytest.raises(ConfigError, match="DMLC_NUM_SERVER"):
+            Config({**several, **change}).check()
+        assert Config({**several, **change, "DMLC_NUM_SERVER": "3"}).servers == 3
+
+
+def test_the_runtime_folder_is_private(tmp_path):
+    folder = runtime_dir({"BYTEPS_SOCKET_PATH": str(tmp_path)})
+    assert folder == tmp_path / f"bpsx-{os.getuid()}" and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o755)
+    with pytest.raises(ConfigError, match="0700"):
+        runtime_dir({"BYTEPS_SOCKET_PATH": str(tmp_path)})
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="BYTEPS_SOCKET_PATH"):
+        runtime_dir({"BYTEPS_SOCKET_PATH": str(tmp_path)})
 
 
 def test_the_reference_tells_every_option():

@@ -26,7 +26,8 @@ cdef enum Kind:
 
 cdef enum Flag:
     INLINE = 1                  # the body follows the header in the same frame
-    BROADCAST = 2               # the result is the push of the worker named by `divisor`; others push no body
+    BROADCAST = 2               # the result is the push of the sender named by `divisor`; others push no body
+    DISAGREED = 4               # no body: the sender's workers `divisor` and `priority` asked for different operations; the round has failed
 
 cdef packed struct Header:
     uint32_t magic
@@ -37,7 +38,7 @@ cdef packed struct Header:
     uint64_t job
     uint64_t key
     uint32_t slot               # the lane's index of this key
-    uint32_t sender             # rank of the worker, on both ways
+    uint32_t sender             # the worker, or the machine whose workers it speaks for; on both ways
     uint32_t epoch
     uint32_t round
     uint32_t divisor            # the sum is divided by this; with BROADCAST: the root's rank

@@ -2,7 +2,9 @@
 from libc.stdint cimport int64_t
 
 from bpsx.core.partition cimport Task, Tensor
+from bpsx.core.machine cimport fall_asleep, ring_bells, stay_awake
 from bpsx.core.receive cimport pump_in
+from bpsx.core.reduce cimport pump_machine, take_early
 from bpsx.core.send cimport pump_out
 from bpsx.core.stage cimport adopt, fail_tensor, finish, start
 from bpsx.core.state cimport Core
@@ -95,6 +97,8 @@ cdef inline int take_news(Core *c) noexcept nogil:
         else:
             start(c, task)
         task = following
+    if c.machine != NULL and c.machine.early.size:
+        take_early(c)
     if c.failed and not c.swept:
         sweep(c)
     return 1
@@ -110,7 +114,11 @@ cdef inline bint park(Core *c, int64_t deadline_ns) noexcept nogil:
     unlock(&c.monitor)
     if not c.parked:
         return False
+    if c.machine != NULL and not fall_asleep(c.machine):
+        left_ms = 0
     c.endpoint.wait(c.endpoint.self, <int>max(left_ms, 0))
+    if c.machine != NULL:
+        stay_awake(c.machine)
     lock(&c.monitor)
     c.parked = False
     unlock(&c.monitor)
@@ -123,8 +131,12 @@ cdef inline void drive(Core *c, Task *until, int64_t deadline_ns) noexcept nogil
     cdef int progress
     while not atomic_load(&c.stopping):
         progress = take_news(c)
+        if c.machine != NULL:
+            progress += pump_machine(c)
         progress += pump_out(c)
         progress += pump_in(c)
+        if c.machine != NULL:
+            ring_bells(c.machine)
         if until != NULL:
             if atomic_load(&until.status) != PENDING:
                 return

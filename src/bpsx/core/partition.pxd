@@ -4,6 +4,8 @@
 #   Lane.in_flight, Task.wire: also by the transport's thread, atomically.
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
+from bpsx.core.post cimport Post
+
 cdef enum:
     MAX_STAGES = 12
 
@@ -19,7 +21,17 @@ cdef struct Partition:
     uint32_t round
     uint8_t stage               # position in the tensor's list of stages
     bint registered             # the lane has been told about this key
+    char *source                # what is pushed in this round; NULL: nothing
+    char *target                # where the answer goes
+    uint32_t divisor            # what the server shall do with it, see Header
     Tensor *tensor
+    # With several processes on this machine, see reduce.pxd; at the root:
+    Post *shares                # by local rank: what has been posted for this round; flags 0: nothing yet
+    uint32_t n_shares
+    uint32_t result_owner       # where the others find the result
+    uint64_t result_offset
+    int share_status            # not 0: this machine's processes disagree, and the servers have to be told so
+    uint32_t share_a, share_b
 
 cdef struct Tensor:
     Partition *parts
@@ -37,6 +49,7 @@ cdef struct Tensor:
     Task *first_waiting         # later tasks on the same tensor: one round after another
     Task *last_waiting
     Tensor *next                # all tensors of the core
+    uint64_t share_offset       # of this process's share in its segment, when another process is the machine's root
     int failing_status          # what the driver shall fail it with; guarded by the core's monitor
     Tensor *next_failing
 

@@ -49,7 +49,7 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
     if h.length != p.length:
         return -1
     if p.length:
-        memcpy(p.tensor.current.output + p.offset, body, p.length)
+        memcpy(p.target, body, p.length)
     advance(c, p)
     return 0
 

@@ -1,10 +1,10 @@
 # From the lanes' queues to the transport.
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from bpsx.core.header cimport (
-    BATCH_BYTES, BATCH_RECORDS, BROADCAST, HEADER_BYTES, INLINE, INLINE_BYTES, PING, PUSH as K_PUSH, REGISTER, Header, header_init, padded,
+    BATCH_BYTES, BATCH_RECORDS, BROADCAST, DISAGREED, HEADER_BYTES, INLINE, INLINE_BYTES, PING, PUSH as K_PUSH, REGISTER, Header, header_init, padded,
 )
 from bpsx.core.partition cimport Lane, Partition, Task
 from bpsx.core.queue cimport heap_pop
@@ -72,7 +72,7 @@ cdef inline bint has_credit(Core *c, Lane *lane, uint64_t bytes) noexcept nogil:
 
 
 cdef inline uint64_t push_bytes(Partition *p) noexcept nogil:
-    return p.length if p.tensor.current.input != NULL else 0
+    return p.length if p.source != NULL else 0
 
 
 cdef inline uint64_t register_size(Partition *p) noexcept nogil:
@@ -110,14 +110,18 @@ cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noex
     h.slot = p.slot
     h.epoch = c.epoch
     h.round = p.round
-    h.divisor = task.divisor
+    h.divisor = p.divisor
     h.priority = task.priority
+    if p.share_status:
+        h.flags |= DISAGREED
+        h.divisor = p.share_a
+        h.priority = <int32_t>p.share_b
     h.cookie = p.index
     h.length = push_bytes(p)
     memcpy(at, &h, HEADER_BYTES)
     at += HEADER_BYTES
     if with_body and h.length:
-        memcpy(at, task.input + p.offset, h.length)
+        memcpy(at, p.source, h.length)
         memset(at + h.length, 0, padded(h.length) - h.length)
         at += padded(h.length)
     return at
@@ -136,7 +140,7 @@ cdef inline void send_large(Core *c, Lane *lane, Partition *p) noexcept nogil:
         return
     put_push(c, p, put_register(c, p, head), False)
     rc = c.endpoint.send(
-        c.endpoint.self, p.lane, head, head_size, NULL, NULL, task.input + p.offset, p.length, body_done, w)
+        c.endpoint.self, p.lane, head, head_size, NULL, NULL, p.source, p.length, body_done, w)
     free(head)
     if rc != 0:
         give_up(c, E_TRANSPORT)

@@ -4,16 +4,17 @@
 from libc.stdint cimport uint32_t
 from libc.stdlib cimport realloc
 
+from bpsx.core.machine cimport Machine, know_tensor, post_results
 from bpsx.core.partition cimport Partition, Task, Tensor
 from bpsx.core.queue cimport heap_push
 from bpsx.core.state cimport Core
-from bpsx.core.status cimport DONE, E_MEMORY
+from bpsx.core.status cimport DONE, E_LEFT, E_MEMORY
 from bpsx.core.sync cimport atomic_store, lock, notify_all, now_ns, unlock
 
 cdef enum Stage:
     END = 0
-    COORDINATE_REDUCE = 1
-    REDUCE = 2
+    COORDINATE_REDUCE = 1       # the machine's root waits for the others' shares
+    REDUCE = 2                  # to be copied to where the root can add it, or, at the root, to be added
     COPYD2H = 3
     PCIE_REDUCE = 4
     COORDINATE_PUSH = 5
@@ -22,8 +23,8 @@ cdef enum Stage:
     PULL = 8                    # on its way: waits for the answer
     DECOMPRESS = 9
     COPYH2D = 10
-    COORDINATE_BROADCAST = 11
-    BROADCAST = 12
+    COORDINATE_BROADCAST = 11   # waits for the root's word that the result is there
+    BROADCAST = 12              # the result has to be copied out, and at the root the others told
 
 
 cdef inline void give_up(Core *c, int status) noexcept nogil:
@@ -44,9 +45,18 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
         c.next_order += 1
         if heap_push(&c.lanes[p.lane], p) != 0:
             give_up(c, E_MEMORY)
+    elif stage == REDUCE or stage == BROADCAST:
+        p.priority = p.tensor.current.priority
+        p.order = c.next_order
+        c.next_order += 1
+        if heap_push(&c.machine.work, p) != 0:
+            give_up(c, E_MEMORY)
+    elif stage == COORDINATE_REDUCE:
+        if p.n_shares + 1 == c.machine.size:
+            advance(c, p)
     elif stage == END:
         home(c, p)
-    # PULL: the answer moves it on.
+    # PULL, COORDINATE_BROADCAST: somebody's word moves it on.
 
 
 cdef inline void advance(Core *c, Partition *p) noexcept nogil:
@@ -61,6 +71,8 @@ cdef inline void fail_partition(Core *c, Partition *p, int status, uint32_t a, u
         task.error = status
         task.detail_a = a
         task.detail_b = b
+    if p.shares != NULL and post_results(c.machine, p, status, a, b) != 0:
+        give_up(c, E_MEMORY)
     home(c, p)
 
 
@@ -98,11 +110,26 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
     unlock(&c.monitor)
 
 
+cdef inline bint deserted(Machine *m, uint32_t *who) noexcept nogil:
+    """Whether a process that this machine's rounds cannot do without has left the job: any for the root, the root for the others."""
+    cdef uint32_t i
+    if m == NULL or not m.somebody_gone:
+        return False
+    for i in range(m.size):
+        if m.all[i].gone and (m.me == m.root or i == m.root):
+            who[0] = m.first_rank + i
+            return True
+    return False
+
+
 cdef inline void start(Core *c, Task *task) noexcept nogil:
     """Send a task's partitions on their way, or queue it behind an earlier round of the same tensor."""
     cdef Tensor *tensor = task.tensor
     cdef uint32_t i
     task.next = NULL
+    if tensor.status == DONE and deserted(c.machine, &task.detail_a):
+        finish(c, task, E_LEFT)
+        return
     if c.failed or tensor.status < 0:
         if tensor.status < 0:
             task.detail_a = tensor.detail_a
@@ -121,6 +148,9 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
     task.remaining = tensor.n_parts
     for i in range(tensor.n_parts):
         tensor.parts[i].stage = 0
+        tensor.parts[i].source = task.input + tensor.parts[i].offset if task.input != NULL else NULL
+        tensor.parts[i].target = task.output + tensor.parts[i].offset
+        tensor.parts[i].divisor = task.divisor // c.processes if task.broadcast else task.divisor
     for i in range(tensor.n_parts):
         enter(c, &tensor.parts[i])
 
@@ -142,6 +172,8 @@ cdef inline int adopt(Core *c, Tensor *tensor) noexcept nogil:
         tensor.parts[i].index = c.n_table
         c.table[c.n_table] = &tensor.parts[i]
         c.n_table += 1
+    if c.machine != NULL and know_tensor(c.machine, tensor) != 0:
+        return -1
     tensor.next = c.tensors
     c.tensors = tensor
     tensor.adopted = True

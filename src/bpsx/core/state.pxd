@@ -1,6 +1,7 @@
 # The worker's core: one struct, passed to every function. No file of the core has state of its own.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
+from bpsx.core.machine cimport Machine
 from bpsx.core.partition cimport Counters, Lane, Partition, Task, Tensor
 from bpsx.core.sync cimport Monitor
 from bpsx.transports.abi cimport Endpoint
@@ -8,9 +9,11 @@ from bpsx.transports.abi cimport Endpoint
 cdef struct Core:
     Endpoint *endpoint
     uint64_t job
-    uint32_t rank
+    uint32_t rank               # as the servers know this process: its machine's number if only one of the machine speaks to them
     uint32_t epoch
     int64_t credit              # bytes per lane; 0: no bound
+    Machine *machine            # NULL: no other process of this machine shares the work
+    uint32_t processes          # workers for whom one push stands
     int64_t spin_ns             # how long a driver without work yields before it parks
 
     Monitor monitor

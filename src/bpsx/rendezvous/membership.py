@@ -122,6 +122,12 @@ class Membership:
         """Worker processes in the job."""
         return self.num_worker * self.local_size
 
+    @property
+    def processes(self) -> int:
+        """Workers for whom one of them speaks to the servers."""
+        workers = self._of("worker")
+        return self.local_size if workers and workers[0].config.get("BPSX_LOCAL_REDUCE") else 1
+
     def _of(self, role: str) -> list[Node]:
         return sorted((n for n in self.nodes.values() if n.role == role), key=lambda n: n.rank)
 
@@ -148,7 +154,8 @@ class Membership:
         self.registry = Registry(placement, int(config["BYTEPS_PARTITION_BYTES"]))
         self.state = "running"
         roster = {
-            "type": "WELCOME", "job": self.job, "workers": self.size, "lanes": [s.lanes for s in servers],
+            "type": "WELCOME", "job": self.job, "workers": self.size // self.processes, "processes": self.processes,
+            "lanes": [s.lanes for s in servers],
             "names": {role: [str(n) for n in self._of(role)] for role in ("worker", "server")},
         }
         return [(n.ident, {**roster, "rank": n.rank}) for n in self.nodes.values()]
@@ -242,7 +249,8 @@ class Membership:
         servers = [s for s in self._of("server") if not s.left]
         out: list[Output] = []
         if node.role == "worker" and self.state == "running":
-            out += [(n.ident, {"type": "LEFT", "rank": node.rank}) for n in servers]
+            neighbours = [w for w in workers if w.rank // self.processes == node.rank // self.processes]
+            out += [(n.ident, {"type": "LEFT", "rank": node.rank}) for n in [*servers, *neighbours]]
         if not workers:
             if self.state == "running":
                 self.state = "done"

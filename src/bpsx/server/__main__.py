@@ -65,7 +65,7 @@ class Server:
         threads = []
         for i, endpoint in enumerate(endpoints):
             endpoint.join(welcome["job"], i)
-            lane = Lane(endpoint, job=welcome["job"], workers=welcome["workers"], fixed_order=config.fixed_order,
+            lane = Lane(endpoint, job=welcome["job"], workers=welcome["workers"], processes=welcome["processes"], fixed_order=config.fixed_order,
                         scheduled=config.server_schedule, spin_us=config.spin_us, log=log.error)
             self._lanes.append(lane)
             threads.append(threading.Thread(target=self._run_lane, args=(lane,), name=f"bpsx-lane-{i}"))

@@ -7,8 +7,8 @@ class Lane:
     """One lane over one endpoint. :meth:`run` blocks until :meth:`stop`; the other methods may be called from any thread."""
 
     def __init__(
-        self, endpoint: Any, *, job: int, workers: int, fixed_order: bool = False, scheduled: bool = False, spin_us: float = 0,
-        log: Callable[[str], object] = ...,
+        self, endpoint: Any, *, job: int, workers: int, processes: int = 1, fixed_order: bool = False, scheduled: bool = False,
+        spin_us: float = 0,        log: Callable[[str], object] = ...,
     ) -> None: ...
     def load(self, dtype: int) -> None:
         """Make sure that the kernels of a dtype code are there. Raises :class:`KeyError` for an unknown code."""

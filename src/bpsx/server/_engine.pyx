@@ -146,7 +146,7 @@ cdef bint lacks_somebody(CLane *lane, Entry *e, uint32_t *who) noexcept nogil:
     cdef uint32_t rank
     for rank in range(lane.workers):
         if atomic_load(&lane.gone[rank]) and not e.shares[rank].pushed:
-            who[0] = rank
+            who[0] = <uint32_t>atomic_load(&lane.gone[rank]) - 1
             return True
     return False
 
@@ -336,7 +336,7 @@ cdef class Lane:
     cdef object endpoint, capsule, logger
     cdef list kept
 
-    def __cinit__(self, endpoint, *, uint64_t job, int workers, bint fixed_order=False, bint scheduled=False, double spin_us=0,
+    def __cinit__(self, endpoint, *, uint64_t job, int workers, int processes=1, bint fixed_order=False, bint scheduled=False, double spin_us=0,
                   log=print):
         memset(&self.c, 0, sizeof(CLane))
         self.endpoint = endpoint
@@ -344,6 +344,7 @@ cdef class Lane:
         self.c.endpoint = <Endpoint *>PyCapsule_GetPointer(self.capsule, b"bpsx.Endpoint")
         self.c.job = job
         self.c.workers = workers
+        self.c.processes = processes
         self.c.fixed_order = fixed_order
         self.c.scheduled = scheduled
         self.c.spin_ns = <int64_t>(spin_us * 1000)
@@ -379,8 +380,8 @@ cdef class Lane:
             raise MemoryError("no memory for a message")
 
     def gone(self, rank: int) -> None:
-        """Worker ``rank`` has left the job in good order: rounds that lack it fail."""
-        atomic_store(&self.c.gone[rank], 1)
+        """Worker ``rank`` has left the job in good order: rounds that lack it, or the sender that speaks for it, fail."""
+        atomic_store(&self.c.gone[rank // self.c.processes], rank + 1)
         atomic_store(&self.c.news, 1)
         self.c.endpoint.wake(self.c.endpoint.self)
 

@@ -5,6 +5,7 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from bpsx.core.header cimport ANSWER, BATCH_BYTES, ERROR, HEADER_BYTES, INLINE, INLINE_BYTES, PONG, Header, header_init, padded
+from bpsx.core.status cimport E_MISMATCH
 from bpsx.core.sync cimport atomic_add
 from bpsx.server.lane cimport Lane, Out
 from bpsx.server.store cimport Entry, open_next_round
@@ -134,6 +135,10 @@ cdef inline void fail_round(Lane *lane, Entry *e) noexcept nogil:
     Not before the round is whole, or the workers' counts of rounds would part; except when it will never be.
     """
     cdef uint32_t rank
+    if e.status == E_MISMATCH and not e.named:
+        e.detail_a = (e.detail_a + 1) * lane.processes - 1      # whoever speaks for a machine is its last worker
+        e.detail_b = (e.detail_b + 1) * lane.processes - 1
+        e.named = True
     for rank in range(lane.workers):
         if e.shares[rank].pushed:
             send_error(lane, rank, e.key, e.round, e.shares[rank].cookie, e.status, e.detail_a, e.detail_b)

@@ -25,7 +25,8 @@ cdef struct Lane:
     Endpoint *endpoint
     uint64_t job
     uint32_t epoch
-    uint32_t workers
+    uint32_t workers            # that speak to us
+    uint32_t processes          # for how many each of them speaks
     bint fixed_order
     bint scheduled
     int64_t spin_ns
@@ -40,7 +41,7 @@ cdef struct Lane:
     uint64_t arrivals
     int64_t news                # `gone` or `stopping` has changed
     int64_t stopping
-    int64_t *gone               # by rank: has left the job
+    int64_t *gone               # by sender: the rank of who has left the job, plus 1
     bint somebody_gone
     # Counters
     int64_t rounds

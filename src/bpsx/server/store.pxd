@@ -6,7 +6,7 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
-from bpsx.core.header cimport BROADCAST, Header
+from bpsx.core.header cimport BROADCAST, DISAGREED, Header
 from bpsx.core.status cimport E_MISMATCH
 from bpsx.kernels.abi cimport Kernels
 from bpsx.transports.abi cimport Message
@@ -39,6 +39,7 @@ cdef struct Entry:
     uint32_t opener             # the rank that opened the round and so chose the operation
     int status                  # < 0: the round has failed
     uint32_t detail_a, detail_b
+    bint named                  # the details are workers' ranks; else senders'
     Share *shares               # by rank
     Message *first              # the first large push: its body is the accumulator and the result
     char *small                 # a small key's own memory for the same, nbytes
@@ -75,6 +76,7 @@ cdef inline void open_next_round(Entry *e, uint32_t workers) noexcept nogil:
     e.added = 0
     e.next_rank = 0
     e.status = 0
+    e.named = False
     e.first = NULL
     e.sum = NULL
     memset(e.shares, 0, workers * sizeof(Share))
@@ -84,11 +86,12 @@ cdef inline Verdict count_push(Entry *e, Header *h, uint32_t workers) noexcept n
     """Check a push against its key and count it. Looks at the header only."""
     cdef bint broadcast = (h.flags & BROADCAST) != 0
     cdef uint64_t expected = e.nbytes
-    if broadcast and h.divisor != h.sender:
+    cdef bint disagreed = (h.flags & DISAGREED) != 0
+    if disagreed or broadcast and h.divisor != h.sender:
         expected = 0
-    if h.key != e.key or h.dtype != e.dtype or h.length != expected or h.divisor == 0 and not broadcast:
+    if h.key != e.key or h.dtype != e.dtype or h.length != expected or h.divisor == 0 and not (broadcast or disagreed):
         return MALFORMED
-    if broadcast and h.divisor >= workers:
+    if broadcast and not disagreed and h.divisor >= workers:
         return MALFORMED
     if h.round != e.round:
         return REPEATED if h.round + 1 == e.round else MALFORMED
@@ -101,11 +104,15 @@ cdef inline Verdict count_push(Entry *e, Header *h, uint32_t workers) noexcept n
         e.divisor = h.divisor
         e.broadcast = broadcast
         e.opener = h.sender
-    elif e.status == 0 and (e.divisor != h.divisor or e.broadcast != broadcast):
+    if disagreed and e.status == 0:
+        e.status = E_MISMATCH
+        e.detail_a = h.divisor
+        e.detail_b = <uint32_t>h.priority
+        e.named = True
+    elif e.pushed > 1 and e.status == 0 and (e.divisor != h.divisor or e.broadcast != broadcast):
         e.status = E_MISMATCH
         e.detail_a = e.opener
         e.detail_b = h.sender
-        return FAILED
     if e.status != 0:
         return FAILED
     return CLOSED if e.pushed == workers else ACCEPTED

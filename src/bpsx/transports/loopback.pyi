@@ -9,6 +9,9 @@ class LoopbackEndpoint:
     """Whether done callbacks are held back. To be set before the first send."""
 
     def __init__(self) -> None: ...
+    @property
+    def wake_descriptor(self) -> int:
+        """-1: nobody outside the process can wake it."""
     def abi(self) -> Any:
         """The data plane: a capsule, valid as long as this object."""
     def connect(self, peer: int, other: LoopbackEndpoint, as_peer: int) -> None:

@@ -173,6 +173,11 @@ cdef class LoopbackEndpoint:
         self.table.wait = loopback_wait
         self.table.wake = loopback_wake
 
+    @property
+    def wake_descriptor(self) -> int:
+        """None: a condition variable wakes this one, and nobody outside the process can."""
+        return -1
+
     def abi(self):
         """The data plane; see :mod:`bpsx.transports.base`."""
         return PyCapsule_New(&self.table, b"bpsx.Endpoint", NULL)

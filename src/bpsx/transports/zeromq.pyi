@@ -11,6 +11,9 @@ class ZeroMQEndpoint:
     def address(self) -> str:
         """``host:port`` after :meth:`bind`, else empty."""
     @property
+    def wake_descriptor(self) -> int:
+        """What :meth:`wake` writes to."""
+    @property
     def malformed(self) -> int:
         """Messages dropped because their frames made no sense."""
     def bind(self, host: str) -> str:

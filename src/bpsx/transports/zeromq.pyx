@@ -336,6 +336,11 @@ cdef class ZeroMQEndpoint:
         return found
 
     @property
+    def wake_descriptor(self) -> int:
+        """What :meth:`wake` writes to."""
+        return self.state.wake_fd
+
+    @property
     def malformed(self) -> int:
         """Messages dropped because their frames made no sense."""
         return atomic_load(&self.state.malformed)

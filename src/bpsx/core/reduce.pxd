@@ -1,0 +1,306 @@
+# What the processes of one machine do for each other: they lay their shares into shared memory, the root adds them, and, when the
+# result is home, everybody copies it out. See "Several processes on one machine" in ARCHITECTURE.md.
+#
+# The sum is built in the share of the lowest local rank and travels from there; the root's own input is added last and in the same
+# pass divided, if there are no servers. So the root copies nothing before the push.
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memset
+
+from bpsx.core.machine cimport (
+    PART_BITS, Machine, memory_at, next_post, post_results, queue_post, ring_bells, send_post, shift,
+)
+from bpsx.core.partition cimport Partition, Task, Tensor
+from bpsx.core.post cimport HAS_BODY, IS_BROADCAST, IS_RESULT, IS_SHARE, Post
+from bpsx.core.queue cimport heap_pop
+from bpsx.core.stage cimport (
+    BROADCAST, COORDINATE_BROADCAST, COORDINATE_REDUCE, REDUCE, advance, deserted, fail_partition, fail_tensor, give_up,
+)
+from bpsx.core.state cimport Core
+from bpsx.core.status cimport DONE, E_LEFT, E_MEMORY, E_MISMATCH, E_PROTOCOL
+from bpsx.core.sync cimport atomic_load
+from bpsx.kernels.abi cimport Kernels
+
+cdef enum:
+    WORK_AT_ONCE = 1 << 19      # bytes to copy or add before the network gets a turn again
+
+
+cdef inline Partition *partition_of(Machine *m, uint64_t key) noexcept nogil:
+    """The partition with this key, or NULL if this process has none (yet)."""
+    cdef uint64_t number = key >> PART_BITS
+    cdef uint64_t part = key & ((<uint64_t>1 << PART_BITS) - 1)
+    if number >= m.n_tensors or m.tensors[number] == NULL or part >= m.tensors[number].n_parts:
+        return NULL
+    return &m.tensors[number].parts[part]
+
+
+# ---- a process that is not the root
+
+cdef inline void give_share(Core *c, Partition *p) noexcept nogil:
+    """Lay this process's share where the root can add it, and tell the root."""
+    cdef Machine *m = c.machine
+    cdef Task *task = p.tensor.current
+    cdef Post post
+    memset(&post, 0, sizeof(Post))
+    post.key = p.key
+    post.owner = m.me
+    post.offset = p.tensor.share_offset + p.offset
+    post.round = p.round
+    post.flags = IS_SHARE | (IS_BROADCAST if task.broadcast else 0)
+    post.divisor = task.divisor
+    if p.source != NULL:
+        post.flags |= HAS_BODY
+        memcpy(<char *>m.all[m.me].segment + post.offset, p.source, p.length)
+    if send_post(m, m.root, &post) != 0:
+        give_up(c, E_MEMORY)
+    else:
+        advance(c, p)
+
+
+cdef inline int take_result(Core *c, const Post *post) noexcept nogil:
+    """The root's word on a round. 0, or -1 if it makes no sense."""
+    cdef Partition *p = partition_of(c.machine, post.key)
+    if p == NULL:
+        return -1
+    if p.tensor.status != DONE or p.tensor.current == NULL:
+        return 0                            # failed meanwhile
+    if p.round != post.round or p.tensor.stages[p.stage] != COORDINATE_BROADCAST:
+        return -1
+    if post.status < 0:
+        fail_partition(c, p, post.status, post.detail_a, post.detail_b)
+        return 0
+    p.source = memory_at(c.machine, post.owner, post.offset, p.length)
+    if p.source == NULL:
+        return -1
+    advance(c, p)
+    return 0
+
+
+# ---- the root
+
+cdef inline int accept_share(Core *c, Partition *p, const Post *post) noexcept nogil:
+    """Note a share; with the last one the sum can be made. 0, or -1 if it makes no sense."""
+    cdef Machine *m = c.machine
+    cdef uint32_t who = 0
+    if p.tensor.status != DONE and p.tensor.status != E_LEFT:
+        return 0                            # its task fails there, too: the scheduler tells everybody
+    if p.shares[post.owner].flags or memory_at(m, post.owner, post.offset, p.length) == NULL:
+        return -1
+    p.shares[post.owner] = post[0]
+    p.n_shares += 1
+    if deserted(m, &who):
+        return post_results(m, p, E_LEFT, who, 0)
+    if post.round != p.round:
+        return -1
+    if p.n_shares + 1 == m.size and p.tensor.current != NULL and p.tensor.stages[p.stage] == COORDINATE_REDUCE:
+        advance(c, p)
+    return 0
+
+
+cdef inline int take_share(Core *c, const Post *post) noexcept nogil:
+    cdef Partition *p = partition_of(c.machine, post.key)
+    if p == NULL:
+        return queue_post(&c.machine.early, post)
+    return accept_share(c, p, post)
+
+
+cdef inline void take_early(Core *c) noexcept nogil:
+    """Look again at shares that came before this process knew their tensor."""
+    cdef Machine *m = c.machine
+    cdef uint32_t i, n = m.early.size
+    cdef Post post
+    for i in range(n):
+        post = m.early.items[i]
+        if take_share(c, &post) != 0:
+            give_up(c, E_PROTOCOL)
+    shift(&m.early, n)
+
+
+cdef inline bint agree(Machine *m, Partition *p, uint32_t *who) noexcept nogil:
+    """Whether everybody asks for the operation that the root asks for."""
+    cdef Task *task = p.tensor.current
+    cdef uint32_t i
+    for i in range(m.size):
+        if i != m.me and (p.shares[i].divisor != task.divisor or ((p.shares[i].flags & IS_BROADCAST) != 0) != task.broadcast):
+            who[0] = m.first_rank + i
+            return False
+    return True
+
+
+cdef inline char *share_of(Machine *m, Partition *p, uint32_t i) noexcept nogil:
+    return memory_at(m, i, p.shares[i].offset, p.length)
+
+
+cdef inline int add_up(Core *c, Partition *p) noexcept nogil:
+    """Add everybody's share into that of local rank 0. 0, or a status."""
+    cdef Machine *m = c.machine
+    cdef Kernels *k = &m.kernels[p.tensor.dtype]
+    cdef char *total = share_of(m, p, 0)
+    cdef char *wide
+    cdef int64_t n, divisor = 1
+    cdef uint32_t i
+    if k.add == NULL and not m.load(m.owner, p.tensor.dtype):
+        return E_MEMORY
+    n = p.length // k.itemsize
+    if m.alone:
+        divisor = p.divisor
+    elif k.wide_itemsize != k.itemsize and p.divisor % m.size == 0:
+        # An average of halves: the machine's sum could overflow where the average does not, so its mean travels.
+        divisor = m.size
+        p.divisor //= m.size
+    if k.wide_itemsize == k.itemsize or m.size == 2:
+        for i in range(1, m.size - 1):
+            k.add(total, share_of(m, p, i), n)
+        k.pair(total, p.source, n, divisor)
+        return 0
+    wide = <char *>malloc(n * k.wide_itemsize)
+    if wide == NULL:
+        return E_MEMORY
+    k.start(wide, total, share_of(m, p, 1), n)
+    for i in range(2, m.size - 1):
+        k.add(wide, share_of(m, p, i), n)
+    k.finish(total, wide, p.source, n, divisor)
+    free(wide)
+    return 0
+
+
+cdef inline void choose_broadcast(Core *c, Partition *p) noexcept nogil:
+    """Whose bytes go out, and where the result will lie."""
+    cdef Machine *m = c.machine
+    cdef uint32_t owner = p.tensor.current.divisor - m.first_rank       # wraps if it is on another machine
+    if owner < m.size and owner != m.me:
+        p.source = share_of(m, p, owner)
+        p.result_owner = owner
+        p.result_offset = p.shares[owner].offset
+    p.target = share_of(m, p, p.result_owner)
+    if m.alone and owner == m.me and p.length:
+        memcpy(p.target, p.source, p.length)
+
+
+cdef inline void make_sum(Core *c, Partition *p) noexcept nogil:
+    """The root's part, once everybody's share is there."""
+    cdef Machine *m = c.machine
+    cdef uint32_t other = 0
+    cdef int status = 0
+    p.result_owner = 0
+    p.result_offset = p.shares[0].offset
+    p.share_status = 0
+    if not agree(m, p, &other):
+        status = E_MISMATCH
+    elif p.tensor.current.broadcast:
+        choose_broadcast(c, p)
+    else:
+        p.target = share_of(m, p, 0)
+        if p.length:
+            status = add_up(c, p)
+        p.source = p.target
+    if status == E_MISMATCH and not m.alone:
+        # The other machines wait for our push: it goes out without a body and says that the round has failed.
+        p.share_status = status
+        p.share_a = m.first_rank + m.me
+        p.share_b = other
+        p.source = NULL
+        status = 0
+    if status:
+        fail_partition(c, p, status, m.first_rank + m.me, other)
+    else:
+        advance(c, p)
+
+
+cdef inline void spread(Core *c, Partition *p) noexcept nogil:
+    """The result is there: tell the others, copy it out."""
+    cdef char *result = p.target if c.machine.me == c.machine.root else p.source
+    cdef char *output = p.tensor.current.output + p.offset
+    if c.machine.me == c.machine.root and post_results(c.machine, p, 0, 0, 0) != 0:
+        give_up(c, E_MEMORY)
+        return
+    if p.length and result != output:
+        memcpy(output, result, p.length)
+    advance(c, p)
+
+
+# ---- both
+
+cdef inline bint still_waits(Machine *m, Tensor *tensor) noexcept nogil:
+    """Whether a partition of the tensor's current task needs a process that has left."""
+    cdef uint32_t i
+    cdef uint8_t stage
+    for i in range(tensor.n_parts):
+        stage = tensor.stages[tensor.parts[i].stage]
+        if stage == (COORDINATE_REDUCE if m.me == m.root else COORDINATE_BROADCAST) or m.me != m.root and stage == REDUCE:
+            return True
+    return False
+
+
+cdef inline void notice_deserters(Core *c) noexcept nogil:
+    """Somebody of this machine has left: rounds that lack it can never close."""
+    cdef Machine *m = c.machine
+    cdef Tensor *tensor = c.tensors
+    cdef uint32_t i, who = 0
+    m.somebody_gone = True
+    if not deserted(m, &who):
+        return
+    while tensor != NULL:
+        if tensor.status == DONE and (tensor.current == NULL or still_waits(m, tensor)):
+            for i in range(tensor.n_parts):
+                if tensor.parts[i].n_shares and post_results(m, &tensor.parts[i], E_LEFT, who, 0) != 0:
+                    give_up(c, E_MEMORY)
+            if tensor.current != NULL:
+                tensor.detail_a = tensor.current.detail_a = who
+                fail_tensor(c, tensor, E_LEFT)
+        tensor = tensor.next
+
+
+cdef inline bint gone_news(Machine *m) noexcept nogil:
+    cdef uint32_t i
+    for i in range(m.size):
+        if atomic_load(&m.all[i].gone) and not m.all[i].noticed:
+            return True
+    return False
+
+
+cdef inline void work(Core *c, Partition *p) noexcept nogil:
+    if p.tensor.stages[p.stage] == BROADCAST:
+        spread(c, p)
+    elif c.machine.me == c.machine.root:
+        make_sum(c, p)
+    else:
+        give_share(c, p)
+
+
+cdef inline int take_posts(Core *c) noexcept nogil:
+    cdef Post post
+    cdef uint32_t sender = 0
+    cdef int n = 0, rc
+    while next_post(c.machine, &post, &sender):
+        n += 1
+        if post.flags & IS_RESULT:
+            rc = take_result(c, &post) if c.machine.me != c.machine.root else -1
+        else:
+            rc = take_share(c, &post) if c.machine.me == c.machine.root and post.owner == sender else -1
+        if rc != 0:
+            c.counters.malformed += 1
+            give_up(c, E_PROTOCOL)
+    return n
+
+
+cdef inline int pump_machine(Core *c) noexcept nogil:
+    """Take what the neighbours say, copy and add what is due, ring their bells. Returns how much was done."""
+    cdef Machine *m = c.machine
+    cdef Partition *p
+    cdef uint64_t done = 0
+    cdef uint32_t i
+    cdef int n
+    cdef bint gone = gone_news(m)           # before the posts are read: what somebody posted before it left counts
+    n = take_posts(c)
+    while m.work.size and done < WORK_AT_ONCE:
+        p = heap_pop(&m.work)
+        n += 1
+        if p.tensor.status == DONE and p.tensor.current != NULL and not c.failed:
+            done += p.length
+            work(c, p)
+    if gone:
+        for i in range(m.size):
+            m.all[i].noticed = m.all[i].noticed or atomic_load(&m.all[i].gone)
+        notice_deserters(c)
+    return n + ring_bells(m)

@@ -1,0 +1,235 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+"""The processes of one machine: shared memory, the wake-up descriptors, and the endpoint of a process that has no connections.
+
+The memory is anonymous (``memfd``): it has no name that could be left behind or opened by others, and is gone with the last process.
+"""
+import fcntl
+import os
+
+cimport cython
+from cpython.pycapsule cimport PyCapsule_New
+from libc.stddef cimport size_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, mmap, munmap
+
+from bpsx.core.machine cimport N_DTYPES, Machine as CMachine, Neighbour
+from bpsx.core.post cimport Ring, Segment
+from bpsx.core.sync cimport atomic_store
+from bpsx.kernels.abi cimport Kernels, add_fn, divide_fn, finish_fn, pair_fn, start_fn
+from bpsx.transports.abi cimport Endpoint, Message, done_fn
+
+from bpsx.errors import ConfigError
+from bpsx.kernels import load as load_kernels
+
+cdef extern from "<sys/mman.h>" nogil:
+    enum:
+        MAP_NORESERVE
+
+cdef extern from "<sys/eventfd.h>" nogil:
+    int eventfd(unsigned int initval, int flags)
+    enum:
+        EFD_CLOEXEC
+        EFD_NONBLOCK
+
+cdef extern from "<poll.h>" nogil:
+    struct pollfd:
+        int fd
+        short events
+        short revents
+    int poll(pollfd *fds, unsigned long n, int timeout)
+    enum:
+        POLLIN
+
+cdef extern from "<unistd.h>" nogil:
+    ssize_t read(int fd, void *buf, size_t count)
+    ssize_t write(int fd, const void *buf, size_t count)
+
+
+cdef bint load(void *owner, int dtype) noexcept with gil:
+    """Fetch a dtype's kernels the first time that a sum needs them."""
+    try:
+        (<Machine>owner).load(dtype)
+        return True
+    except Exception:
+        return False
+
+
+def head_bytes(int size) -> int:
+    """Bytes before the shares in a segment of a machine with ``size`` processes: whole pages."""
+    nbytes = sizeof(Segment) + (size - 1) * sizeof(Ring)
+    return -(-nbytes // 4096) * 4096
+
+
+@cython.no_gc_clear
+cdef class Machine:
+    """This process's shared memory, and its neighbours'. Made before the core and closed after it; not thread-safe but for :meth:`left`."""
+    cdef CMachine c
+    cdef list kept
+    cdef readonly int descriptor
+
+    def __cinit__(self, *, int size, int me, int first_rank, bint alone, str name, uint64_t room):
+        """``room``: bytes of address space for shares; memory is taken as they are written. ``alone``: there are no servers."""
+        self.descriptor = -1
+        self.kept = []
+        self.c.size = size
+        self.c.me = me
+        self.c.root = size - 1
+        self.c.first_rank = first_rank
+        self.c.alone = alone
+        self.c.load = load
+        self.c.owner = <void *>self
+        self.c.all = <Neighbour *>calloc(size, sizeof(Neighbour))
+        if self.c.all == NULL:
+            raise MemoryError(f"no memory for {size} neighbours")
+        for i in range(size):
+            self.c.all[i].wake_fd = -1
+        self.c.used = head_bytes(size)
+        self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.descriptor, self.c.used + room)
+        # Nobody can pull the memory away from under the others.
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        self._map(me, self.descriptor)
+
+    cdef _map(self, int local_rank, int descriptor):
+        cdef uint64_t nbytes = os.fstat(descriptor).st_size
+        if nbytes < self.c.used and local_rank != self.c.me:
+            raise ConfigError(f"local rank {local_rank} shares {nbytes} bytes of memory; a segment has more: is its bpsx another version?")
+        cdef void *at = mmap(NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0)
+        if at == MAP_FAILED:
+            raise ConfigError(f"cannot map {nbytes} bytes of shared memory: raise the limit of address space (ulimit -v), or set "
+                              "BPSX_LOCAL_REDUCE=0 to let every process speak to the servers itself")
+        self.c.all[local_rank].segment = <Segment *>at
+        self.c.all[local_rank].nbytes = nbytes
+
+    def meet(self, int local_rank, int descriptor, int wake) -> None:
+        """Map the segment behind ``descriptor``, which may be closed then, and keep ``wake``, which ends that process's sleep."""
+        self._map(local_rank, descriptor)
+        self.c.all[local_rank].wake_fd = wake
+
+    def load(self, int dtype) -> None:
+        """Make sure that the kernels of a dtype code are there. Raises :class:`KeyError` for an unknown code."""
+        if not 0 <= dtype < N_DTYPES:
+            raise KeyError(dtype)
+        cdef Kernels *k = &self.c.kernels[dtype]
+        found = load_kernels(dtype)
+        self.kept.append(found)
+        k.itemsize = found.itemsize
+        k.wide_itemsize = found.wide_itemsize
+        k.start = <start_fn><uintptr_t>found.start
+        k.finish = <finish_fn><uintptr_t>found.finish
+        k.pair = <pair_fn><uintptr_t>found.pair
+        k.divide = <divide_fn><uintptr_t>found.divide
+        k.add = <add_fn><uintptr_t>found.add
+
+    def left(self, int local_rank) -> None:
+        """A neighbour has left the job in good order. The core has to be woken. Any thread."""
+        if 0 <= local_rank < <int>self.c.size:
+            atomic_store(&self.c.all[local_rank].gone, 1)
+
+    def abi(self):
+        """A capsule with the C struct, for the core; valid as long as this object."""
+        return PyCapsule_New(&self.c, b"bpsx.Machine", NULL)
+
+    def close(self) -> None:
+        """Unmap everything. Idempotent; after the core has been closed."""
+        cdef uint32_t i
+        for i in range(self.c.size):
+            if self.c.all[i].segment != NULL:
+                munmap(self.c.all[i].segment, self.c.all[i].nbytes)
+                self.c.all[i].segment = NULL
+            if self.c.all[i].wake_fd >= 0:
+                os.close(self.c.all[i].wake_fd)
+                self.c.all[i].wake_fd = -1
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def __dealloc__(self):
+        cdef uint32_t i
+        if self.c.all != NULL:
+            self.close()
+            for i in range(self.c.size):
+                free(self.c.all[i].overflow.items)
+        free(self.c.all)
+        free(self.c.early.items)
+        free(self.c.tensors)
+        free(self.c.work.heap)
+
+
+# ---- the endpoint of a process that only speaks to its neighbours
+
+cdef int quiet_send(
+    void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
+    void *body, size_t body_size, done_fn body_done, void *body_hint,
+) noexcept nogil:
+    if head_done != NULL:
+        head_done(head, head_hint)
+    if body_done != NULL:
+        body_done(body, body_hint)
+    return -1
+
+
+cdef int quiet_receive(void *self, Message *m) noexcept nogil:
+    return 0
+
+
+cdef void quiet_release(void *self, Message *m) noexcept nogil:
+    pass
+
+
+cdef void quiet_wait(void *self, int timeout_ms) noexcept nogil:
+    cdef int fd = (<int *>self)[0]
+    cdef uint64_t drained = 0
+    cdef pollfd item
+    item.fd = fd
+    item.events = POLLIN
+    item.revents = 0
+    if poll(&item, 1, timeout_ms) > 0:
+        read(fd, &drained, sizeof(drained))
+
+
+cdef void quiet_wake(void *self) noexcept nogil:
+    cdef uint64_t one = 1
+    write((<int *>self)[0], &one, sizeof(one))
+
+
+cdef class QuietEndpoint:
+    """An endpoint without peers: its core sleeps and wakes, and sends nothing. See :mod:`bpsx.transports.base` for the contract."""
+    cdef int wake_fd
+    cdef Endpoint table
+    cdef readonly str address
+
+    def __cinit__(self):
+        self.address = ""
+        self.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+        if self.wake_fd < 0:
+            raise OSError("eventfd: cannot create a wake-up descriptor (too many open files?)")
+        memset(&self.table, 0, sizeof(Endpoint))
+        self.table.self = &self.wake_fd
+        self.table.send = quiet_send
+        self.table.recv = quiet_receive
+        self.table.release = quiet_release
+        self.table.wait = quiet_wait
+        self.table.wake = quiet_wake
+
+    @property
+    def wake_descriptor(self) -> int:
+        """What :meth:`wake` writes to."""
+        return self.wake_fd
+
+    def abi(self):
+        """The data plane: a capsule, valid as long as this object."""
+        return PyCapsule_New(&self.table, b"bpsx.Endpoint", NULL)
+
+    def wake(self) -> None:
+        """End a wait of the data plane. Any thread."""
+        quiet_wake(&self.wake_fd)
+
+    def close(self) -> None:
+        """Nothing to do: the descriptor goes with the object."""
+
+    def __dealloc__(self):
+        if self.wake_fd >= 0:
+            os.close(self.wake_fd)

@@ -1,0 +1,157 @@
+"""How the processes of a machine find each other: each hands the root its memory and its wake-up descriptor, the root hands all to all.
+
+They meet at a Unix socket in the user's private folder, named after the job's random number and the machine. The root removes it as soon
+as everybody is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from bpsx.config import Config, runtime_dir
+from bpsx.errors import ConfigError, RendezvousError
+from bpsx.local._machine import Machine
+
+_GREETING = struct.Struct("=8sII")
+_MAGIC = b"bpsx-1\0\0"
+_SLICE = 0.1        # how long one wait lasts before `look` is called again
+_UCRED = struct.Struct("3i")
+
+
+def meet(config: Config, job: int, wake: int, alone: bool, look: Callable[[], None]) -> Machine:
+    """Come together with the other processes of this machine; returns the :class:`Machine` with all of them mapped.
+
+    ``wake``: descriptor that ends this process's sleep. ``look`` is called every moment, and may raise to give up. Raises
+    :class:`~bpsx.errors.RendezvousError` naming the local ranks that did not come, :class:`~bpsx.errors.ConfigError`.
+    """
+    size, me = config.local_size, config.local_rank
+    machine = Machine(size=size, me=me, first_rank=(config.worker_id or 0) * size, alone=alone, name=f"bpsx-{os.getuid()}-{job:x}-{me}",
+                      room=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    digest = hashlib.sha256(f"{job} {config.worker_id or 0}".encode()).hexdigest()[:20]
+    path = runtime_dir() / f"job-{digest}.sock"
+    end = time.monotonic() + config.rendezvous_timeout
+    try:
+        (_host if me == size - 1 else _visit)(machine, path, size, me, wake, end, look)
+    except BaseException:
+        machine.close()
+        raise
+    return machine
+
+
+def _host(machine: Machine, path: Path, size: int, me: int, wake: int, end: float, look: Callable[[], None]) -> None:
+    """The root's part: gather everybody's descriptors, then hand them out."""
+    guests: dict[int, tuple[socket.socket, int, int]] = {}
+    with _listening(path) as listener, contextlib.ExitStack() as stack:
+        while len(guests) < size - 1:
+            look()
+            if time.monotonic() >= end:
+                missing = ", ".join(str(i) for i in range(size - 1) if i not in guests)
+                raise RendezvousError(f"local rank {missing} did not come to {path}: do all processes with this DMLC_WORKER_ID run on one machine, "
+                                      "as one user, with the same BYTEPS_SOCKET_PATH?")
+            try:
+                guest, _ = listener.accept()
+            except TimeoutError:
+                continue
+            stack.enter_context(guest)
+            rank, descriptors = _receive(guest, size, end, look)
+            if rank in guests or rank == me:
+                raise RendezvousError(f"two processes have BYTEPS_LOCAL_RANK={rank} on this machine")
+            guests[rank] = (guest, *descriptors)
+        everybody = {**{r: (segment, bell) for r, (_, segment, bell) in guests.items()}, me: (machine.descriptor, wake)}
+        for rank, (guest, *_) in guests.items():
+            for other, descriptors in everybody.items():
+                if other != rank:
+                    _send(guest, other, size, descriptors)
+        for rank, (_, segment, bell) in guests.items():
+            machine.meet(rank, segment, bell)
+            os.close(segment)
+
+
+def _visit(machine: Machine, path: Path, size: int, me: int, wake: int, end: float, look: Callable[[], None]) -> None:
+    """The others' part."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as link, _address(path) as address:
+        link.settimeout(_SLICE)
+        while True:
+            look()
+            try:
+                link.connect(address)
+                break
+            except OSError as e:
+                if e.errno not in (errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN):
+                    raise ConfigError(f"BYTEPS_SOCKET_PATH: cannot reach {path}: {e}") from e
+                if time.monotonic() >= end:
+                    raise RendezvousError(f"local rank {size - 1} is not at {path}: do all processes with this DMLC_WORKER_ID run on one "
+                                          "machine, as one user, with the same BYTEPS_SOCKET_PATH?") from e
+            time.sleep(0.01)        # no event tells that a socket has appeared; the root is a moment away
+        _send(link, me, size, (machine.descriptor, wake))
+        for _ in range(size - 1):
+            rank, (segment, bell) = _receive(link, size, end, look)
+            machine.meet(rank, segment, bell)
+            os.close(segment)
+
+
+@contextlib.contextmanager
+def _address(path: Path) -> Iterator[str]:
+    """``path`` as a socket's address, which has 107 bytes at most: through a descriptor of its folder."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def _listening(path: Path) -> Iterator[socket.socket]:
+    """A listening socket at ``path``, which is gone afterwards. What a killed job with this very number left is replaced."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener, _address(path) as address:
+        path.unlink(missing_ok=True)
+        try:
+            listener.bind(address)
+            listener.listen(1024)
+            listener.settimeout(_SLICE)
+            yield listener
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _send(link: socket.socket, rank: int, size: int, descriptors: tuple[int, int]) -> None:
+    link.settimeout(10)
+    try:
+        socket.send_fds(link, [_GREETING.pack(_MAGIC, rank, size)], list(descriptors))
+    except OSError as e:
+        raise RendezvousError(f"a process of this machine left while the job was coming together: {e}") from e
+
+
+def _receive(link: socket.socket, size: int, end: float, look: Callable[[], None]) -> tuple[int, tuple[int, int]]:
+    """Who is there, with memory and wake-up descriptor. Raises :class:`RendezvousError`."""
+    _, uid, _ = _UCRED.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    if uid not in (os.getuid(), 0):
+        raise RendezvousError(f"a process of user {uid} came to the meeting of user {os.getuid()}'s job")
+    link.settimeout(_SLICE)
+    while True:
+        look()
+        try:
+            data, found, _, _ = socket.recv_fds(link, _GREETING.size, 2, socket.MSG_CMSG_CLOEXEC)
+            break
+        except TimeoutError:
+            if time.monotonic() >= end:
+                raise RendezvousError("a process of this machine came and said nothing") from None
+        except OSError as e:
+            raise RendezvousError(f"a process of this machine left while the job was coming together: {e}") from e
+    if len(data) != _GREETING.size or len(found) != 2:
+        for descriptor in found:
+            os.close(descriptor)
+        raise RendezvousError("a process of this machine left while the job was coming together" if not data else
+                              "a stranger came to the meeting of this machine's processes")
+    magic, rank, theirs = _GREETING.unpack(data)
+    if magic != _MAGIC or theirs != size or not 0 <= rank < size:
+        raise RendezvousError(f"local rank {rank} says BYTEPS_LOCAL_SIZE={theirs}, here it is {size}")
+    return rank, (found[0], found[1])

@@ -1,0 +1,222 @@
+"""Several worker processes on one machine: they sum in shared memory first, and one of them speaks to the servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cluster.test_sums import DTYPES, SUMS, sizes
+from jobs import Job, run
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    shape=st.sampled_from([(1, 2, 0), (1, 3, 0), (1, 2, 1), (2, 2, 1), (2, 3, 2), (3, 2, 1)]),
+    partition_bytes=st.sampled_from([4096, 20_000, 4_096_000]),
+    lanes=st.integers(1, 2), fixed_order=st.booleans(), credit=st.sampled_from([0, 1, 4]),
+    cases=st.lists(st.tuples(st.sampled_from(DTYPES), sizes, st.booleans()), min_size=20, max_size=40),
+)
+def test_sums_match_float64_and_are_the_same_bits_everywhere(shape, partition_bytes, lanes, fixed_order, credit, cases):
+    machines, processes, servers = shape
+    if servers:
+        cases = [(dtype, n, average and dtype not in ("uint8", "int8")) for dtype, n, average in cases]
+    found = run(SUMS, machines * processes, servers, processes=processes, env={
+        "CASES": json.dumps(cases), "BYTEPS_PARTITION_BYTES": str(partition_bytes), "BYTEPS_SERVER_ENGINE_THREAD": str(lanes),
+        "BPSX_FIXED_ORDER": str(int(fixed_order)), "BYTEPS_SCHEDULING_CREDIT": str(credit), "BYTEPS_FORCE_DISTRIBUTED": str(int(servers > 0)),
+    })
+    assert all(f == found[0] and len(f) == len(cases) for f in found)
+
+
+SHAPES = pytest.mark.parametrize("workers, servers", [(2, 0), (4, 1)])
+
+
+@SHAPES
+def test_only_the_root_speaks_to_the_servers(workers, servers):
+    found = run("""
+        import bpsx, numpy as np
+        from bpsx.api import session
+        bpsx.init()
+        x = bpsx.push_pull(np.full(5_000_000, bpsx.rank(), np.float32), "x", average=False)
+        assert (x == sum(range(bpsx.size()))).all()
+        counters = session().counters()
+        report([counters["bytes_sent"], counters["bytes_received"]])
+    """, workers, servers, processes=2)
+    sent = [f[0][0] for f in found]
+    assert all((s >= 20_000_000) == bool(servers and i % 2) and (s == 0 or i % 2) for i, s in enumerate(sent)), sent
+
+
+@SHAPES
+def test_broadcasts_barriers_and_empty_tensors(workers, servers):
+    run("""
+        import bpsx, numpy as np
+        bpsx.init()
+        for n in (0, 1, 1000, 300_000):
+            for root in range(bpsx.size()):
+                given = np.full(n, bpsx.rank() + 0.5)
+                got = bpsx.broadcast(given, root, name=f"b{n}")
+                assert (got == root + 0.5).all() and (given == bpsx.rank() + 0.5).all()
+                here = np.full(n, bpsx.rank(), np.int64)
+                bpsx.broadcast(here, root, name=f"in place {n}", output=here)
+                assert (here == root).all()
+            bpsx.barrier()
+            assert bpsx.push_pull(np.zeros(0, np.float32), "empty").shape == (0,)
+    """, workers, servers, processes=2)
+
+
+@SHAPES
+def test_thousands_under_way_in_another_order_on_each(workers, servers):
+    """More than a ring between two processes holds."""
+    run("""
+        import bpsx, numpy as np
+        bpsx.init()
+        n, size = 6000, bpsx.size()
+        order = np.random.default_rng(bpsx.rank()).permutation(n)
+        for round in range(2):
+            handles = {int(i): bpsx.push_pull_async(np.full(3, i + bpsx.rank() + round, np.float32), f"t{i}", average=False, priority=int(i % 7))
+                       for i in order}
+            for i, handle in handles.items():
+                assert (bpsx.synchronize(handle) == size * (i + round) + sum(range(size))).all()
+    """, workers, servers, processes=2, env={"BPSX_DEADLOCK_SECONDS": "60"})
+
+
+def test_an_average_of_halves_does_not_overflow_on_its_way():
+    run("""
+        import bpsx, numpy as np
+        bpsx.init()
+        assert (bpsx.push_pull(np.full(1000, 60000, np.float16), "x") == 60000).all()
+        assert (bpsx.push_pull(np.full(100_000, 60000, np.float16), "y") == 60000).all()
+    """, 4, 1, processes=2)
+
+
+def test_an_average_of_bytes_is_refused_where_it_would_be_wrong():
+    run("""
+        import bpsx, numpy as np
+        bpsx.init()
+        try:
+            bpsx.push_pull(np.full(1000, 200, np.uint8), "x")
+            assert False
+        except bpsx.ConfigError as e:
+            assert "uint8" in str(e) and "BPSX_LOCAL_REDUCE=0" in str(e), e
+        assert (bpsx.push_pull(np.full(1000, 50, np.uint8), "y", average=False) == 200).all()
+    """, 4, 1, processes=2)
+    run("""
+        import bpsx, numpy as np
+        bpsx.init()
+        assert (bpsx.push_pull(np.full(1000, 200, np.uint8), "x") == 200).all()
+    """, 4, 1, processes=2, env={"BPSX_LOCAL_REDUCE": "0"})
+
+
+@SHAPES
+@pytest.mark.parametrize("odd", [0, 1])
+def test_another_operation_on_one_process_is_an_error_on_all(workers, servers, odd):
+    found = run(f"""
+        import bpsx, numpy as np
+        bpsx.init()
+        try:
+            bpsx.push_pull(np.ones(300_000, np.float32), "x", average=bpsx.rank() == {odd})
+            report("no error")
+        except bpsx.MismatchError as e:
+            report(str(e))
+        assert (bpsx.push_pull(np.ones(300_000, np.float32), "y", average=False) == bpsx.size()).all()
+        assert (bpsx.push_pull(np.ones(300_000, np.float32), "x", average=False) == bpsx.size()).all()
+    """, workers, servers, processes=2)
+    assert all("'x'" in f[0] and "workers 1 and 0" in f[0] for f in found), found
+
+
+def test_another_operation_on_one_machine_is_an_error_on_all():
+    found = run("""
+        import bpsx, numpy as np
+        bpsx.init()
+        try:
+            bpsx.push_pull(np.ones(300_000, np.float32), "x", average=bpsx.rank() >= 2)
+            report("no error")
+        except bpsx.MismatchError as e:
+            report(str(e))
+        assert (bpsx.push_pull(np.ones(10, np.float32), "y", average=False) == 4).all()
+    """, 4, 1, processes=2)
+    assert all("'x'" in f[0] and ("workers 1 and 3" in f[0] or "workers 3 and 1" in f[0]) for f in found), found
+
+
+@SHAPES
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_who_leaves_in_good_order_is_named_to_those_who_wait(workers, servers, leaver):
+    source = f"""
+        import bpsx, numpy as np, sys
+        bpsx.init()
+        bpsx.push_pull(np.ones(10, np.float32), "a")
+        if bpsx.rank() == {leaver}:
+            bpsx.shutdown()
+        else:
+            for attempt in range(2):        # under way, and begun afterwards
+                try:
+                    bpsx.push_pull(np.ones(300_000, np.float32), "a" if attempt else "b")
+                    report("no error")
+                except bpsx.PeerLeftError as e:
+                    report(str(e))
+            report("done")
+            sys.stdin.readline()        # else the next to leave would be named, too
+    """
+    with Job(source, workers, servers, processes=2) as job:
+        others = [w for i, w in enumerate(job.workers) if i != leaver]
+        for worker in others:
+            worker.wait_for_line("done")
+        for worker in others:
+            worker.say("")
+        found = job.results()
+    assert all(len(f) == 3 and all(f"worker {leaver} has shut down" in text for text in f[:2]) for i, f in enumerate(found) if i != leaver), found
+
+
+@SHAPES
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGTERM])
+def test_a_death_on_the_machine_is_an_error_on_all(workers, servers, victim, way, tmp_path):
+    source = """
+        import bpsx, numpy as np, sys
+        bpsx.init()
+        bpsx.push_pull(np.ones(10, np.float32), "a")
+        report("ready")
+        if bpsx.rank() == VICTIM:
+            sys.stdin.readline()
+        try:
+            while True:
+                bpsx.push_pull(np.ones(3_000_000, np.float32), "b")
+        except bpsx.PeerLostError as e:
+            report(str(e))
+            sys.exit(5)
+    """.replace("VICTIM", str(victim))
+    with Job(source, workers, servers, processes=2, env={"BYTEPS_SOCKET_PATH": str(tmp_path)}) as job:
+        for worker in job.workers:
+            worker.wait_for_line("ready")
+        job.workers[victim].signal(way)
+        for i, worker in enumerate(job.workers):
+            if i != victim:
+                assert worker.wait() == 5, worker.text()
+                assert f"worker {victim} " in worker.reports()[1], worker.text()
+        assert job.scheduler is not None and job.scheduler.wait() == 1
+    assert [p for p in tmp_path.rglob("*") if not p.is_dir()] == []
+    assert not [name for name in os.listdir("/dev/shm") if "bpsx" in name]
+
+
+def test_neighbours_that_cannot_meet_are_named(tmp_path):
+    elsewhere, occupied = tmp_path / "elsewhere", tmp_path / "file"
+    elsewhere.mkdir()
+    occupied.touch()
+    for path, said in ((elsewhere, r"local rank 1 is not at|local rank 0 did not come"), (occupied / "below", "BYTEPS_SOCKET_PATH: cannot make")):
+        with Job("import bpsx; bpsx.init()", 2, 0, processes=2, env={"BPSX_RENDEZVOUS_TIMEOUT": "3"},
+                 worker_env={0: {"BYTEPS_SOCKET_PATH": str(path)}}) as job:
+            assert [w.wait() for w in job.workers] == [1, 1]
+            text = job.workers[0].text() + job.workers[1].text()
+            assert re.search(said, text), text
+
+
+def test_the_number_of_processes_must_agree():
+    with Job("import bpsx; bpsx.init()", 2, 0, processes=2, env={"BPSX_RENDEZVOUS_TIMEOUT": "3"},
+             worker_env={0: {"BYTEPS_LOCAL_SIZE": "3"}}) as job:
+        assert [w.wait() for w in job.workers] == [1, 1]
+        assert "BYTEPS_LOCAL_SIZE" in job.workers[0].text() + job.workers[1].text()
