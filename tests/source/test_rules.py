@@ -98,10 +98,13 @@ def test_header_is_what_the_tests_speak():
 def test_stage_and_status_codes_agree():
     from bpsx.errors import STATUS
     from bpsx.pipeline import Stage
+    from bpsx.placement import PARTS_PER_TENSOR
 
     stages = (SOURCE / "core" / "stage.pxd").read_text()
     block = stages[stages.index("cdef enum Stage:"):stages.index("cdef inline")]
     assert {n: int(v) for n, v in re.findall(r"^ {4}(\w+) = (\d+)", block, re.M)} == {s.name: s.value for s in Stage}
+    machine = (SOURCE / "core" / "machine.pxd").read_text()
+    assert 1 << int(re.search(r"PART_BITS = (\d+)", machine)[1]) == PARTS_PER_TENSOR
     status = (SOURCE / "core" / "status.pxd").read_text()
     assert {int(v) for v in re.findall(r"= (-\d+)", status)} == set(STATUS)
 

@@ -1,0 +1,192 @@
+"""The cores of one machine's processes, here in one process: what they post to each other, and what they make of posts that make no sense."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+
+import numpy as np
+import pytest
+
+import core.wire as w
+from bpsx import errors
+from bpsx._core import Core, Tensor
+from bpsx.local._machine import Machine, QuietEndpoint, head_bytes
+from bpsx.pipeline import Place, stages_for
+from bpsx.transports.loopback import LoopbackEndpoint
+
+# Written from core/post.pxd, independently of the code under test.
+_POST = struct.Struct("<QQIIIIiIII")
+HAS_BODY, IS_BROADCAST, IS_RESULT, IS_SHARE = 1, 2, 4, 8
+RING_POSTS, COUNTER_APART = 4096, 64
+_RING_BYTES = 2 * COUNTER_APART + RING_POSTS * _POST.size
+
+
+class Ours:
+    """The cores of all processes of a machine; ``lane`` is the server's side where there is one."""
+
+    def __init__(self, size: int = 2, with_server: bool = False, only: set[int] | None = None) -> None:
+        self.size, self.with_server = size, with_server
+        self.machines = [Machine(size=size, me=i, first_rank=size, alone=not with_server, name=f"test-{i}", room=1 << 26) for i in range(size)]
+        self.lane = LoopbackEndpoint()
+        self.endpoints: list[QuietEndpoint | LoopbackEndpoint] = [QuietEndpoint() for _ in range(size)]
+        if with_server:
+            root = self.endpoints[-1] = LoopbackEndpoint()
+            root.connect(0, self.lane, 0)
+            self.lane.connect(0, root, 0)
+        for i, machine in enumerate(self.machines):
+            for j, other in enumerate(self.machines):
+                if i != j and not with_server:
+                    machine.meet(j, other.descriptor, os.dup(self.endpoints[j].wake_descriptor))
+                elif i != j:
+                    # The scripted server's endpoint sleeps on a condition variable: the test wakes it by hand.
+                    machine.meet(j, other.descriptor, os.eventfd(0))
+        self.cores = [Core(e, rank=1, job=7, lanes=int(with_server and i == size - 1), credit=0, spin_us=0, machine=m)
+                      for i, (e, m) in enumerate(zip(self.endpoints, self.machines))]
+        for i, core in enumerate(self.cores):
+            if only is None or i in only:
+                core.start()
+
+    def tensor(self, who: int, *lengths: int, number: int = 0, dtype: int = 3) -> Tensor:
+        place = Place.MEMBER if who < self.size - 1 else Place.ROOT if self.with_server else Place.ONLY_ROOT
+        parts, at = [], 0
+        for i, length in enumerate(lengths):
+            parts.append(((number << 20) + i, 0, i, at, length))
+            at += length
+        return Tensor(f"t{number}", dtype, parts, stages_for("cpu", place=place))
+
+    def post(self, to: int, sender: int, *fields: int, wake: bool = True) -> None:
+        """Write into a ring as if ``sender`` had posted: key, offset, owner, round, flags, divisor, status, a, b."""
+        with mmap.mmap(self.machines[to].descriptor, head_bytes(self.size)) as memory:
+            at = 64 + sender * _RING_BYTES
+            put, = struct.unpack_from("<q", memory, at + COUNTER_APART)
+            _POST.pack_into(memory, at + 2 * COUNTER_APART + put % RING_POSTS * _POST.size, *fields, 0)
+            struct.pack_into("<q", memory, at + COUNTER_APART, put + 1)
+        if wake:
+            self.endpoints[to].wake()
+
+    def posts(self, to: int, sender: int) -> int:
+        """How many posts ``sender`` has put into the ring to ``to``."""
+        with mmap.mmap(self.machines[to].descriptor, head_bytes(self.size)) as memory:
+            return int(struct.unpack_from("<q", memory, 64 + sender * _RING_BYTES + COUNTER_APART)[0])
+
+    def close(self) -> None:
+        for core in self.cores:
+            core.close()
+        for endpoint in self.endpoints:
+            endpoint.close()
+        for core, machine in zip(self.cores, self.machines):
+            core.reap()
+            machine.close()
+
+
+@pytest.fixture
+def make():
+    made: list[Ours] = []
+
+    def build(*args, **more) -> Ours:
+        made.append(Ours(*args, **more))
+        return made[-1]
+
+    yield build
+    for ours in made:
+        ours.close()
+
+
+def submit(ours: Ours, who: int, tensor: Tensor, values: np.ndarray, **more):
+    out = np.empty_like(values)
+    return ours.cores[who].submit(tensor, values, out, result=out, **more)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("dtype, code", [("float32", 3), ("float16", 1), ("int8", 6)])
+def test_rounds_of_sums(make, size, dtype, code):
+    ours = make(size)
+    tensors = [ours.tensor(i, 4096, 100, dtype=code) for i in range(size)]
+    n = 4196 // np.dtype(dtype).itemsize
+    for round in range(5):
+        handles = [submit(ours, i, tensors[i], np.full(n, i + round, dtype), divisor=size if round % 2 else 1) for i in range(size)]
+        total = sum(i + round for i in range(size)) / (size if round % 2 else 1)
+        want = np.floor(total) if dtype == "int8" else total
+        for handle in handles:
+            np.testing.assert_allclose(handle.wait(20).astype(float), want, rtol=1e-3)
+
+
+def test_the_input_is_left_alone(make):
+    ours = make()
+    given = [np.full(1000, 1.0 + i, np.float32) for i in range(2)]
+    handles = [submit(ours, i, ours.tensor(i, 4000), given[i]) for i in range(2)]
+    assert all((h.wait(20) == 3).all() for h in handles)
+    assert (given[0] == 1).all() and (given[1] == 2).all()
+
+
+def test_a_share_may_come_before_the_root_knows_the_tensor(make):
+    ours = make(only={0})
+    first = submit(ours, 0, ours.tensor(0, 4000), np.ones(1000, np.float32))
+    ours.cores[1].start()
+    second = submit(ours, 1, ours.tensor(1, 4000), np.ones(1000, np.float32))
+    assert (first.wait(20) == 2).all() and (second.wait(20) == 2).all()
+
+
+def test_who_has_left_is_named_whichever_side_it_was(make):
+    for leaver in (0, 1):
+        ours = make()
+        stays = 1 - leaver
+        tensor = ours.tensor(stays, 4000)
+        handle = submit(ours, stays, tensor, np.ones(1000, np.float32))
+        ours.machines[stays].left(leaver)
+        ours.cores[stays].look()
+        with pytest.raises(errors.PeerLeftError, match=f"worker {2 + leaver} "):
+            handle.wait(20)
+        with pytest.raises(errors.PeerLeftError, match=f"worker {2 + leaver} "):
+            submit(ours, stays, tensor, np.ones(1000, np.float32)).wait(20)
+
+
+def test_a_result_posted_before_the_root_left_counts(make):
+    ours = make(only={0})
+    handle = submit(ours, 0, ours.tensor(0, 4000), np.ones(1000, np.float32))
+    while not ours.posts(1, 0):
+        os.sched_yield()
+    ours.post(0, 1, 0, head_bytes(2), 0, 0, IS_RESULT, 0, 0, 0, 0, wake=False)
+    ours.machines[0].left(1)
+    ours.cores[0].look()
+    assert (handle.wait(20) == 1).all()
+
+
+NONSENSE = {
+    "a share from the root": (0, 1, 0, 0, 1, 0, IS_SHARE, 1, 0, 0, 0),
+    "a result from who is not the root": (1, 0, 0, 0, 0, 0, IS_RESULT, 0, 0, 0, 0),
+    "a share in another's name": (1, 0, 0, 0, 1, 0, IS_SHARE, 1, 0, 0, 0),
+    "a share of another round": (1, 0, 0, 300_000, 0, 3, IS_SHARE, 1, 0, 0, 0),
+    "a share beyond the segment": (1, 0, 0, 2**63, 0, 0, IS_SHARE, 1, 0, 0, 0),
+    "a share that reaches beyond the segment": (1, 0, 0, (1 << 26) + head_bytes(2) - 100, 0, 0, IS_SHARE, 1, 0, 0, 0),
+    "a result for nobody": (0, 1, 5 << 20, 0, 0, 0, IS_RESULT, 0, 0, 0, 0),
+    "a result of another round": (0, 1, 0, 0, 0, 7, IS_RESULT, 0, 0, 0, 0),
+    "a result beyond the segment": (0, 1, 0, 2**40, 0, 0, IS_RESULT, 0, 0, 0, 0),
+    "a result in nobody's segment": (0, 1, 0, 0, 9, 0, IS_RESULT, 0, 0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_posts_that_make_no_sense_fail_the_job_and_nothing_else(make, name):
+    to, sender, *fields = NONSENSE[name]
+    ours = make(only={to})
+    handle = submit(ours, to, ours.tensor(to, 4000), np.ones(1000, np.float32))
+    ours.post(to, sender, *fields)
+    with pytest.raises(errors.ProtocolError):
+        handle.wait(20)
+    assert ours.cores[to].counters()["malformed"] == 1
+
+
+def test_with_a_server_the_machine_pushes_once_and_in_its_own_name(make):
+    ours = make(with_server=True)
+    handles = [submit(ours, i, ours.tensor(i, 400), np.full(100, 1 + i, np.float32), divisor=4) for i in range(2)]
+    ours.endpoints[1].wake()
+    message = ours.lane.sent(20)
+    assert message is not None
+    push, = (r for r in w.unpack(message[1], message[2]) if r.kind == w.PUSH)
+    assert push.sender == 1 and push.divisor == 4 and (np.frombuffer(push.body, np.float32) == 3).all()
+    reply = np.full(100, 2.5, np.float32).tobytes()
+    ours.endpoints[1].inject(0, w.pack(w.Record(w.ANSWER, w.INLINE, 3, 7, push.key, 0, 1, 0, push.round, 0, 0, push.cookie, 400, reply)))
+    assert all((h.wait(20) == 2.5).all() for h in handles)
