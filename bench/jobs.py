@@ -126,13 +126,17 @@ def closing_all(children: Iterable[Child]) -> Iterator[list[Child]]:
 
 
 class Job:
-    """A bpsx job on this machine: a scheduler, servers, and workers that run :mod:`bench.worker`. A context manager."""
+    """A bpsx job on this machine: a scheduler, servers, and workers that run :mod:`bench.worker`. A context manager.
+
+    Without servers the workers are the processes of one machine, which sum among themselves.
+    """
 
     def __init__(self, workers: int = 2, servers: int = 1, transport: str | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="bpsx-bench-")
         self._stack = contextlib.ExitStack()
-        self._common = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NODE_HOST": "127.0.0.1", "DMLC_NUM_WORKER": str(workers),
-                        "DMLC_NUM_SERVER": str(servers), "BYTEPS_FORCE_DISTRIBUTED": "1"}
+        self._common = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NODE_HOST": "127.0.0.1",
+                        "DMLC_NUM_WORKER": str(workers if servers else 1), "BYTEPS_LOCAL_SIZE": str(1 if servers else workers),
+                        "DMLC_NUM_SERVER": str(servers), "BYTEPS_FORCE_DISTRIBUTED": str(int(servers > 0))}
         if transport is not None:
             self._common["DMLC_ENABLE_RDMA"] = transport
         self._counts = workers, servers
@@ -169,7 +173,8 @@ class Job:
         self.scheduler = self._role("bpsx.rendezvous", "scheduler", DMLC_PS_ROOT_PORT="0", BPSX_PORT_FILE=str(port_file))
         self._common["DMLC_PS_ROOT_PORT"] = str(_port(port_file, self.scheduler))
         self.servers = [self._role("bpsx.server", "server") for _ in range(servers)]
-        environments = [{**self._common, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": str(i)} for i in range(workers)]
+        index = "DMLC_WORKER_ID" if servers else "BYTEPS_LOCAL_RANK"
+        environments = [{**self._common, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": "0", index: str(i)} for i in range(workers)]
         made = (Child("bench.worker", f"worker {i}", **environment) for i, environment in enumerate(environments))
         self.workers = self._stack.enter_context(closing_all(made))
         self.ask("init", timeout=_START_SECONDS)

@@ -18,7 +18,7 @@ _OURS = 32 * _PARTITION
 _GLOO = 128 << 20
 _SMALL = 4096
 _LOOKS = 9
-CASES = ("rate", "tiny", "latency", "spin", "idle", "steady", "walls")
+CASES = ("rate", "tiny", "latency", "spin", "idle", "steady", "machine", "walls")
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,18 @@ def run(options: argparse.Namespace) -> list[Case]:
     if unknown := wanted - set(CASES):
         raise BenchError(f"--only: no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     plan = QUICK if options.quick else Plan()
-    with Job(WORKERS, options.servers, options.transport) as job, peers.gloo(WORKERS) as gloo:
-        samples = Turns(job, gloo, wanted, plan).run()
-        cases = speed(samples, wanted)
-        if "idle" in wanted:
-            cases += idle(job, plan)
+    cases: list[Case] = []
+    if wanted & {"rate", "tiny", "latency", "spin", "idle"}:
+        with Job(WORKERS, options.servers, options.transport) as job, peers.gloo(WORKERS) as gloo:
+            cases = speed(Turns(job, gloo, wanted, plan).run(), wanted)
+            if "idle" in wanted:
+                cases += idle(job, plan)
     if "steady" in wanted:
         # A job of its own: freed memory that malloc has kept from the large rounds would hide a leak.
         with Job(WORKERS, options.servers, options.transport) as job:
             cases += steady(job, plan)
+    if "machine" in wanted:
+        cases += one_machine(plan)
     if "walls" in wanted:
         cases += walls(plan, cases)
     return cases
@@ -130,6 +133,16 @@ def speed(seconds: dict[str, list[float]], wanted: set[str]) -> list[Case]:
         cases.append(median_case("spin", _rates(seconds["spin"], _OURS), "GB/s", peer=statistics.median(rate), target=">= 0.50",
                                  note="rate with a spinning Python thread in worker 0; rate without. It takes 1 of 2 cores: 0.5 is left"))
     return cases
+
+
+def one_machine(plan: Plan) -> list[Case]:
+    """Two processes of one machine, which sum in shared memory, against gloo's two."""
+    with Job(WORKERS, 0) as job, peers.gloo(WORKERS) as gloo:
+        seconds = Turns(job, gloo, {"rate", "latency"}, plan).run()
+        rate, gloo_rate = _rates(seconds["rate"], _OURS), statistics.median(_rates(seconds["gloo rate"], _GLOO))
+        return [median_case("machine-rate", rate, "GB/s", peer=gloo_rate, note="as rate, between two processes of one machine, no server"),
+                median_case("machine-latency", [1e6 * s for s in seconds["latency"]], "us", peer=1e6 * statistics.median(seconds["gloo latency"]),
+                            note="as latency, between two processes of one machine, no server")]
 
 
 def _rates(seconds: list[float], nbytes: int) -> list[float]:
