@@ -27,6 +27,7 @@ cdef enum Kind:
 cdef enum Flag:
     INLINE = 1                  # the body follows the header in the same frame
     BROADCAST = 2               # the result is the push of the worker named by `divisor`; others push no body
+    ASYNC = 4                   # PUSH: add to the lane's value of this key, answer at once; with BROADCAST: the result becomes that value
 
 cdef packed struct Header:
     uint32_t magic

@@ -34,6 +34,7 @@ cdef struct Tensor:
     uint32_t name_bytes
     Task *current               # the task whose partitions are under way
     int64_t started_ns          # when that was submitted
+    bint waits_for_others       # whether that needs other workers' pushes
     Task *first_waiting         # later tasks on the same tensor: one round after another
     Task *last_waiting
     Tensor *next                # all tensors of the core
@@ -46,6 +47,7 @@ cdef struct Task:
     char *output
     uint32_t divisor            # or the broadcast's root
     bint broadcast
+    bint asynchronous           # waits for no other worker; a broadcast: sets the servers' value
     int32_t priority
     uint32_t remaining          # partitions not home yet
     int64_t status              # PENDING until the driver is done with it; read atomically

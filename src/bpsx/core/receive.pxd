@@ -44,7 +44,7 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
         return 0                            # failed meanwhile: too late, not wrong
     if h.kind == ERROR:
         status = -<int>h.divisor
-        fail_partition(c, p, status if -8 <= status <= -1 else E_PROTOCOL, h.slot, h.epoch)
+        fail_partition(c, p, status if -9 <= status <= -1 else E_PROTOCOL, h.slot, h.epoch)
         return 0
     if h.length != p.length:
         return -1

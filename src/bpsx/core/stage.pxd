@@ -118,6 +118,7 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
         return
     tensor.current = task
     tensor.started_ns = task.submitted_ns
+    tensor.waits_for_others = task.broadcast or not task.asynchronous
     task.remaining = tensor.n_parts
     for i in range(tensor.n_parts):
         tensor.parts[i].stage = 0
