@@ -63,8 +63,8 @@ class Core:
     ) -> Handle:
         """Push ``input`` (None: nothing) and pull into ``output``. ``divisor`` is the root's rank for a broadcast."""
     def prepare(
-        self, name: str, nbytes: int, input: _Memory | None, output: _Memory, *, divisor: int = 1, broadcast: bool = False, asynchronous: bool = False,
-        priority: int = 0, owner: object = None, result: object = None,
+        self, name: str, nbytes: int, input: _Memory | None, output: _Memory, *, divisor: int = 1, broadcast: bool = False,
+        asynchronous: bool = False, priority: int = 0, owner: object = None, result: object = None,
     ) -> Handle:
         """A handle for a tensor without a place; then :meth:`release` or :meth:`end`. Raises :class:`ValueError` for a wrong size."""
     def release(self, handle: Handle, tensor: Tensor, will_wait: bool = False) -> None:

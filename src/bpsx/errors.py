@@ -23,6 +23,10 @@ class RendezvousError(BpsxError, TimeoutError):
     """The job did not come together before the deadline. Names who is missing."""
 
 
+class JobOverError(RendezvousError):
+    """The scheduler at this address has a job that is complete, running or over; a new job needs a new scheduler."""
+
+
 class TransportError(BpsxError, ConnectionError):
     """The transport could not listen, connect or send."""
 

@@ -1,7 +1,8 @@
 """Who is in the job, and what follows from who comes, goes and waits. Pure: events in, messages out; no sockets, no clock of its own.
 
 A node is ``joined`` after a good HELLO. When all are, the job is ``running``: everybody gets WELCOME. It ends ``done`` when all workers have
-left in good order, or ``failed`` when somebody is gone without a goodbye; then everybody else is told who.
+left in good order, or ``failed`` when somebody is gone without a goodbye; then everybody else is told who. An asynchronous job survives the
+death of workers, and fails for it at its end.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from typing import Any
 
 from bpsx.config import MOST_WORKERS, wrong_options
 from bpsx.placement import Placement
+from bpsx.rendezvous.joins import Joins
 from bpsx.rendezvous.messages import PROTOCOL
 from bpsx.rendezvous.registry import Registry
 from bpsx.rendezvous.stall import Stalls
 
 Output = tuple[bytes, dict[str, Any]]
+_ASYNC = "BYTEPS_ENABLE_ASYNC"
 
 
 @dataclass
@@ -50,6 +53,8 @@ class Membership:
         self.refused: dict[str, str] = {}       # who was turned away, and why
         self.registry: Registry | None = None
         self._stalls = Stalls(stall_warn, deadlock_after)
+        self._joins = Joins()
+        self._dead: list[str] = []              # workers that an asynchronous job has survived
 
     # ---- coming
 
@@ -59,7 +64,7 @@ class Membership:
         place = f"{m['role']} {m['rank']}" if m["role"] == "worker" else m["role"]
         if why:
             self.refused[place] = why
-            return [(ident, {"type": "REFUSED", "reason": why})]
+            return [(ident, {"type": "REFUSED", "reason": why, "over": self.state != "waiting"})]
         if ident in self.nodes:
             return []
         self._replace_reconnected(m)
@@ -100,6 +105,10 @@ class Membership:
         for name, ours in (("DMLC_NUM_WORKER", self.num_worker), ("DMLC_NUM_SERVER", self.num_server)):
             if m["config"].get(name) != ours:
                 return f"{name}={m['config'].get(name)} there, {ours} at the scheduler"
+        for other in self.nodes.values():
+            if other.config.get(_ASYNC) != m["config"].get(_ASYNC):
+                return (f"{_ASYNC}={m['config'].get(_ASYNC)} on this {m['role']}, {other.config.get(_ASYNC)} on {other}: "
+                        "must be the same on all workers and servers")
         if m["role"] == "server":
             if not m["lanes"]:
                 return "a server without lanes"
@@ -173,9 +182,39 @@ class Membership:
         if node is None or node.role != "worker" or self.state != "running":
             return []
         self._stalls.report(node.rank, m["tensors"], m["more"])
-        live = {w.rank: w for w in self._of("worker") if not w.left}
+        live = {w.rank: w for w in self._of("worker") if not w.left and w.rank not in self._joins.joined}
         out: list[Output] = [(live[r].ident, {"type": "WARN", "text": text}) for r, text in self._stalls.warnings(sorted(live), now) if r in live]
         return out + self._end_deadlock(list(live.values()))
+
+    def join(self, ident: bytes) -> list[Output]:
+        """A worker has run out of data and waits until all have."""
+        node = self.nodes.get(ident)
+        if node is None or node.role != "worker" or node.left or self.state != "running":
+            return []
+        return self._joins.join(node.rank, *self._here()) + self._end_join()
+
+    def cleared(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
+        """A server has forgotten who had joined."""
+        last = self._joins.cleared(ident, m["generation"])
+        return [] if last is None else [(w.ident, {"type": "ALL_JOINED", "last": last}) for w in self._of("worker") if not w.left]
+
+    def _end_join(self) -> list[Output]:
+        """Nobody can wait for a worker that has left: who has joined hears so."""
+        left = [w for w in self._of("worker") if w.left and w.rank not in self._joins.joined]
+        if not left or self.asynchronous or not self._joins.joined:
+            return []
+        text = f"join: {names([str(w) for w in left])} has left the job without calling join()"
+        return [(w.ident, {"type": "UNJOINED", "text": text}) for w in self._of("worker") if w.rank in self._joins.joined and not w.left]
+
+    def _here(self) -> tuple[list[int], list[bytes]]:
+        """The ranks of the workers and the servers that are still in the job. Without asynchronous training all workers count."""
+        workers = [w.rank for w in self._of("worker") if not (w.left and self.asynchronous)]
+        return workers, [s.ident for s in self._of("server") if not s.left]
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether no worker waits for another, so that the job goes on when one dies."""
+        return any(n.config.get(_ASYNC) for n in self.nodes.values())
 
     def _end_deadlock(self, live: list[Node]) -> list[Output]:
         """Fail what nobody will ever get, on everybody: a declaration given up by one worker alone would leave its push in the sum."""
@@ -206,7 +245,7 @@ class Membership:
             return out
         self._stalls.report(node.rank, [], False) if node.role == "worker" else None
         if m["failure"] and self.state == "running":
-            return out + self._fail(f"{node} has failed: {m['failure']}") + self._after_leaving(node)
+            return out + self._lost(node, f"{node} has failed: {m['failure']}") + self._after_leaving(node)
         if node.role == "server" and self.state == "running":
             return out + self._fail(f"{node} has left while workers were running")
         return out + self._after_leaving(node)
@@ -220,7 +259,7 @@ class Membership:
             del self.nodes[ident]
             return []
         node.left = True
-        out = self._fail(f"{node} is gone: {why}") if self.state == "running" else []
+        out = self._lost(node, f"{node} is gone: {why}") if self.state == "running" else []
         return out + self._after_leaving(node)
 
     def abort(self, text: str) -> list[Output]:
@@ -230,6 +269,15 @@ class Membership:
         kind, field_ = ("REFUSED", "reason") if self.state == "waiting" else ("LOST", "text")
         out = self._fail(text)
         return [(ident, {"type": kind, field_: text}) for ident, _ in out]
+
+    def _lost(self, node: Node, text: str) -> list[Output]:
+        """A node is gone that should not be: the end of the job, unless it is asynchronous and lacks only a worker."""
+        workers = [w for w in self._of("worker") if not w.left]
+        if node.role != "worker" or not self.asynchronous or not workers:
+            return self._fail("; ".join([*self._dead, text]))
+        self._dead.append(text)
+        text += "; the others go on without it, since the job is asynchronous"
+        return [(w.ident, {"type": "WARN", "text": text}) for w in workers]
 
     def _fail(self, text: str) -> list[Output]:
         """The job is over: tell everybody who is left."""
@@ -243,9 +291,10 @@ class Membership:
         out: list[Output] = []
         if node.role == "worker" and self.state == "running":
             out += [(n.ident, {"type": "LEFT", "rank": node.rank}) for n in servers]
+            out += self._joins.left(*self._here()) + self._end_join()
         if not workers:
             if self.state == "running":
-                self.state = "done"
+                self.state, self.failure = ("failed", "; ".join(self._dead)) if self._dead else ("done", "")
             if node.role == "worker":
                 out += [(s.ident, {"type": "END"}) for s in servers]
         return out
