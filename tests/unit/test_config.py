@@ -92,7 +92,7 @@ def test_given_values_win_and_must_exist():
 
 def test_the_fingerprint_holds_what_workers_must_share():
     assert fingerprint(Config(WORKER)).keys() == {"DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "BYTEPS_LOCAL_SIZE", "BYTEPS_PARTITION_BYTES",
-                                                  "BYTEPS_KEY_HASH_FN", "BYTEPS_BUILT_IN_HASH_COEF"}
+                                                  "BYTEPS_KEY_HASH_FN", "BYTEPS_BUILT_IN_HASH_COEF", "BYTEPS_ENABLE_ASYNC"}
 
 
 def test_the_reference_tells_every_option():

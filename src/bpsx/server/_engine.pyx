@@ -276,7 +276,7 @@ cdef int64_t urgency_of(Message *m) noexcept nogil:
             return <int64_t>1 << 40
         if h.kind == PUSH:
             best = max(best, <int64_t>h.priority)
-    return best
+    return best if best > -(<int64_t>1 << 40) else <int64_t>1 << 40
 
 
 cdef bint keep_pending(CLane *lane, Message *m) noexcept nogil:
