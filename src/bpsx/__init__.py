@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from bpsx.errors import (
     BpsxError,
     ConfigError,
+    JobOverError,
+    JoinedError,
     MismatchError,
     NotInitializedError,
     PeerLeftError,
@@ -25,23 +27,27 @@ if TYPE_CHECKING:
         declare,
         get_pushpull_speed,
         init,
+        join,
         local_rank,
         local_size,
         poll,
         push_pull,
         push_pull_async,
         rank,
+        resume,
+        seed,
         shutdown,
         size,
+        suspend,
         synchronize,
     )
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "BpsxError", "ConfigError", "Handle", "MismatchError", "NotInitializedError", "PeerLeftError", "PeerLostError", "RendezvousError",
-    "StallError", "TransportError", "barrier", "broadcast", "declare", "get_pushpull_speed", "init", "local_rank", "local_size", "poll",
-    "push_pull", "push_pull_async", "rank", "shutdown", "size", "synchronize",
+    "BpsxError", "ConfigError", "Handle", "JobOverError", "JoinedError", "MismatchError", "NotInitializedError", "PeerLeftError", "PeerLostError",
+    "RendezvousError", "StallError", "TransportError", "barrier", "broadcast", "declare", "get_pushpull_speed", "init", "join", "local_rank",
+    "local_size", "poll", "push_pull", "push_pull_async", "rank", "resume", "seed", "shutdown", "size", "suspend", "synchronize",
 ]
 
 

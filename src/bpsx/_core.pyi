@@ -48,6 +48,8 @@ class Core:
     @property
     def told(self) -> bool:
         """Whether a failure has been raised in the script."""
+    def know(self, tensor: Tensor) -> None:
+        """Learn of a tensor that the machine's other processes push, without pushing it."""
     def look(self) -> None:
         """Let the driver look around."""
     @property
@@ -61,13 +63,13 @@ class Core:
     def start(self) -> None:
         """Start the background thread."""
     def submit(
-        self, tensor: Tensor, input: _Memory | None, output: _Memory, *, divisor: int = 1, broadcast: bool = False, priority: int = 0,
-        will_wait: bool = False, owner: object = None, result: object = None,
+        self, tensor: Tensor, input: _Memory | None, output: _Memory, *, divisor: int = 1, broadcast: bool = False, asynchronous: bool = False,
+        priority: int = 0, will_wait: bool = False, owner: object = None, result: object = None,
     ) -> Handle:
         """Push ``input`` (None: nothing) and pull into ``output``. ``divisor`` is the root's rank for a broadcast."""
     def prepare(
-        self, name: str, nbytes: int, input: _Memory | None, output: _Memory, *, divisor: int = 1, broadcast: bool = False, priority: int = 0,
-        owner: object = None, result: object = None,
+        self, name: str, nbytes: int, input: _Memory | None, output: _Memory, *, divisor: int = 1, broadcast: bool = False,
+        asynchronous: bool = False, priority: int = 0, owner: object = None, result: object = None,
     ) -> Handle:
         """A handle for a tensor without a place; then :meth:`release` or :meth:`end`. Raises :class:`ValueError` for a wrong size."""
     def release(self, handle: Handle, tensor: Tensor, will_wait: bool = False) -> None:
@@ -81,7 +83,7 @@ class Core:
     def fail(self, status: int, detail: str) -> None:
         """End every push_pull, present and future. The first failure wins."""
     def waiting(self, age_s: float) -> list[tuple[str, int, int, float]]:
-        """(name, generation, round, seconds) of push_pulls older than ``age_s`` seconds, the oldest first."""
+        """(name, generation, round, seconds) of push_pulls that need other workers and are older than ``age_s`` seconds, the oldest first."""
     def counters(self) -> dict[str, int]:
         """What has been moved so far."""
     def settle(self, seconds: float) -> None:

@@ -229,19 +229,20 @@ cdef class Core:
         with nogil:
             background(&self.c)
 
-    def submit(self, Tensor tensor not None, input, output, *, uint32_t divisor=1, bint broadcast=False, int priority=0,
-               bint will_wait=False, owner=None, result=None) -> Handle:
+    def submit(self, Tensor tensor not None, input, output, *, uint32_t divisor=1, bint broadcast=False, bint asynchronous=False,
+               int priority=0, bint will_wait=False, owner=None, result=None) -> Handle:
         """Push ``input`` and pull into ``output``: C-contiguous buffers, or pairs (address, bytes) kept alive by ``owner``.
 
         ``input`` None pushes nothing (a broadcast's receivers). ``divisor`` is the root's rank for a broadcast.
+        ``asynchronous``: add to the servers' value and get that, or, for a broadcast, set it.
         """
         handle = self.prepare(tensor.name, tensor.nbytes, input, output, divisor=divisor, broadcast=broadcast,
-                              priority=priority, owner=owner, result=result)
+                              asynchronous=asynchronous, priority=priority, owner=owner, result=result)
         self.release(handle, tensor, will_wait)
         return handle
 
-    def prepare(self, str name, uint64_t nbytes, input, output, *, uint32_t divisor=1, bint broadcast=False, int priority=0,
-                owner=None, result=None) -> Handle:
+    def prepare(self, str name, uint64_t nbytes, input, output, *, uint32_t divisor=1, bint broadcast=False, bint asynchronous=False,
+                int priority=0, owner=None, result=None) -> Handle:
         """A handle for a tensor that has not been placed yet; :meth:`release` sets it off, :meth:`end` ends it."""
         cdef Handle handle = Handle.__new__(Handle)
         self.reap()
@@ -251,6 +252,7 @@ cdef class Core:
         handle.result = result
         handle.task.divisor = divisor
         handle.task.broadcast = broadcast
+        handle.task.asynchronous = asynchronous
         handle.task.priority = priority
         if type(output) is tuple:
             handle.task.output = <char *><uintptr_t>output[0]
@@ -333,20 +335,30 @@ cdef class Core:
             return ""
         return self.failure or errors.explain(<int>self.c.failed, "", 0, 0)
 
+    def know(self, Tensor tensor not None) -> None:
+        """Learn of a tensor that the machine's other processes push, without pushing it."""
+        self.tensors.add(tensor)
+        lock(&self.c.monitor)
+        tensor.c.next_known = self.c.known
+        self.c.known = &tensor.c
+        atomic_store(&self.c.news, 1)
+        kick(&self.c)
+        unlock(&self.c.monitor)
+
     @property
     def outstanding(self) -> int:
         """push_pulls under way."""
         return atomic_load(&self.c.outstanding)
 
     def waiting(self, age_s: float) -> list:
-        """Tensors whose push_pull is older than ``age_s`` seconds, the oldest first:
+        """Tensors whose push_pull needs the other workers and is older than ``age_s`` seconds, the oldest first:
         [(name, generation, round, seconds)]."""
         cdef int64_t now = now_ns()
         cdef Tensor tensor
         found = []
         # A glance without the monitor: the pointer may go stale, so only the tensor's own, permanent memory is read.
         for tensor in list(self.tensors):
-            if tensor.c.current != NULL and now - tensor.c.started_ns > age_s * 1e9:
+            if tensor.c.current != NULL and tensor.c.waits_for_others and now - tensor.c.started_ns > age_s * 1e9:
                 found.append((tensor.name, tensor.generation, tensor.c.parts[0].round, (now - tensor.c.started_ns) / 1e9))
         return sorted(found, key=lambda item: -item[3])
 

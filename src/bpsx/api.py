@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ _lock = threading.RLock()
 _session: Session | None = None
 _owner_pid = 0
 _hooked = False
+_order: dict[str, int] = {}     # of declared names, kept by suspend() for resume()
+#: How often resume() asks whether a new scheduler has taken the old one's place.
+_ASK_AGAIN = 0.2
 
 
 def init(lazy: bool = True) -> None:
@@ -28,15 +32,19 @@ def init(lazy: bool = True) -> None:
     Blocks until all workers and servers are there. Raises :class:`~bpsx.errors.ConfigError` (a missing or malformed variable),
     :class:`~bpsx.errors.RendezvousError` (somebody is missing at the deadline), :class:`~bpsx.errors.TransportError`. Thread-safe.
     """
-    global _session, _owner_pid, _hooked
     with _lock:
-        if _session is not None and _owner_pid == os.getpid():
-            return
-        _session = Session(Config(role="worker"))
-        _owner_pid = os.getpid()
-        if not _hooked:
-            _hooked = True
-            atexit.register(_at_exit)
+        if _session is None or _owner_pid != os.getpid():
+            _adopt(Session(Config(role="worker")))
+
+
+def _adopt(ours: Session) -> None:
+    """Make ``ours`` the session of the process. The lock is held."""
+    global _session, _owner_pid, _hooked
+    _session = ours
+    _owner_pid = os.getpid()
+    if not _hooked:
+        _hooked = True
+        atexit.register(_at_exit)
 
 
 def shutdown() -> None:
@@ -49,6 +57,56 @@ def shutdown() -> None:
         ours, _session = _session, None
     if ours is not None and _owner_pid == os.getpid():
         ours.close()
+
+
+def suspend() -> None:
+    """Leave the job in good order, as :func:`shutdown`, but remember the order of declared names for :func:`resume`. All workers do it, or
+    those that go on fail for want of this one. Does nothing before :func:`init`."""
+    global _order
+    with _lock:
+        if _session is not None and _owner_pid == os.getpid():
+            _order = _session.order
+    shutdown()
+
+
+def resume(num_workers: int, num_servers: int, global_rank: int | None = None, context: object = None) -> None:
+    """Join another job, after :func:`suspend`: of ``num_workers`` machines and ``num_servers`` servers, at the same scheduler address.
+
+    That job's scheduler and servers are new processes; resume waits for them, and for all workers, up to ``BPSX_RENDEZVOUS_TIMEOUT``.
+    ``global_rank`` becomes ``rank()``; by default ``DMLC_WORKER_ID`` decides, as in :func:`init`. With several processes per machine it is
+    machine * ``BYTEPS_LOCAL_SIZE`` + ``BYTEPS_LOCAL_RANK``. ``context`` is upstream's and ignored. The environment is not changed.
+
+    Raises as :func:`init`, and :class:`~bpsx.errors.ConfigError` for numbers that fit nothing, or if this process is in a job.
+    """
+    with _lock:
+        if _session is not None and _owner_pid == os.getpid():
+            raise errors.ConfigError("resume: this process is in a job; call suspend() first")
+        config = _resumed(num_workers, num_servers, global_rank)
+        end = time.monotonic() + config.rendezvous_timeout
+        while True:
+            try:
+                return _adopt(Session(config, _order))
+            except errors.JobOverError:     # the old scheduler is still there
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(_ASK_AGAIN)
+
+
+def _resumed(num_workers: int, num_servers: int, global_rank: int | None) -> Config:
+    """The environment's options with another size. Raises :class:`~bpsx.errors.ConfigError`."""
+    now = Config(role="worker")
+    for name, value, least in (("num_workers", num_workers, 1), ("num_servers", num_servers, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 65535:
+            raise errors.ConfigError(f"resume: {name}={value!r}; allowed are {least} to 65535")
+    changes: dict[str, Any] = {"num_worker": num_workers, "num_server": num_servers}
+    if global_rank is not None:
+        if not isinstance(global_rank, int) or not 0 <= global_rank < num_workers * now.local_size:
+            raise errors.ConfigError(f"resume: global_rank={global_rank!r}; allowed are 0 to {num_workers * now.local_size - 1}")
+        if global_rank % now.local_size != now.local_rank:
+            raise errors.ConfigError(f"resume: global_rank={global_rank} is not of a process with BYTEPS_LOCAL_RANK={now.local_rank}: it is "
+                                     f"machine * {now.local_size} (BYTEPS_LOCAL_SIZE) + {now.local_rank}")
+        changes["worker_id"] = global_rank // now.local_size
+    return Config(role="worker", **changes)
 
 
 def _at_exit() -> None:
@@ -105,6 +163,8 @@ def push_pull_async(
 ) -> Handle:
     """Begin to sum ``array`` over all workers; :func:`synchronize` gives the result.
 
+    In asynchronous training (``BYTEPS_ENABLE_ASYNC``): add ``array`` to the servers' value of ``name``; the result is the value after that.
+
     ``array``: any shape, of a dtype in :data:`bpsx.dtypes.DTYPES` (bfloat16 as in ``ml_dtypes``); it must not change until the end.
     Workers must agree on ``name``, shape, dtype and ``average``. Without a name, calls of one shape and dtype are matched in the order in
     which each worker makes them. ``average`` divides by ``size()``; integers round down. Integer sums wrap. Larger ``priority`` goes first.
@@ -152,9 +212,45 @@ def broadcast(array: np.ndarray, root_rank: int = 0, name: str | None = None, ou
     raw = out.reshape(-1).view(np.uint8)
     handle = ours._submit(
         name or f"unnamed.broadcast.{given.dtype}.{given.shape}", shape, 5, raw.nbytes, raw if root_rank == ours.rank else None, raw,
-        divisor=_checked_root(ours, root_rank), broadcast=True, priority=0, will_wait=True, owner=out, result=out)
+        divisor=_checked_root(ours, root_rank), broadcast=True, asynchronous=False, priority=0, will_wait=True, owner=out, result=out)
     result: np.ndarray = handle.wait()
     return result
+
+
+def seed(array: np.ndarray, name: str, root_rank: int = 0, output: np.ndarray | None = None) -> np.ndarray:
+    """Asynchronous training: set the servers' value of ``name`` to worker ``root_rank``'s ``array``, and return it. All workers call it, and
+    it waits for all. What has been pushed before is overwritten; without it the value begins as zeros.
+
+    ``name``, shape and dtype as in the :func:`push_pull` that follow; ``output`` as there. Raises
+    :class:`~bpsx.errors.ConfigError` in a synchronous job, and as :func:`push_pull`.
+    """
+    ours = session()
+    if not ours.config.asynchronous:
+        raise errors.ConfigError("seed: servers hold values only in asynchronous training: set BYTEPS_ENABLE_ASYNC=1 on all workers and servers")
+    given = np.asarray(array)
+    dtype = dtype_named(given.dtype.name, name)
+    out = _output_for(given, output, name)
+    if out is not given:
+        np.copyto(out, given)
+    raw = out.reshape(-1).view(np.uint8)
+    handle = ours._submit(
+        name, given.shape, dtype.code, given.nbytes, raw if root_rank == ours.rank else None, raw, divisor=_checked_root(ours, root_rank),
+        broadcast=True, priority=0, will_wait=True, owner=out, result=out)
+    result: np.ndarray = handle.wait()
+    return result
+
+
+def join() -> int:
+    """Say that this worker has no more data, and wait until all workers have said so. Returns the rank that said it last, on all workers.
+
+    What this worker has under way ends first. From then on the others' sums, averages and barriers are complete without it, as if it
+    pushed zeros; an average still divides by ``size()``. A broadcast whose root has joined raises
+    :class:`~bpsx.errors.JoinedError` on the others, as does any verb on this worker until all have joined. Afterwards
+    everything is as before, so ``join`` can be used again; the worker that came last has seen all rounds.
+
+    Raises :class:`~bpsx.errors.PeerLeftError` if a worker has left without joining, :class:`~bpsx.errors.PeerLostError`. Thread-safe.
+    """
+    return session().join()
 
 
 def barrier() -> None:

@@ -107,6 +107,9 @@ OPTIONS: tuple[Option, ...] = (
            "0: each speaks for itself.", _JOB),
     Option("force_distributed", "BYTEPS_FORCE_DISTRIBUTED", _flag, False, _FLAG,
            "Use servers even with a single worker, which otherwise needs neither servers nor scheduler.", _JOB),
+    Option("asynchronous", "BYTEPS_ENABLE_ASYNC", _flag, False, _FLAG,
+           "Asynchronous training: servers hold values and add what is pushed, no worker waits for another. The same on all workers and "
+           "servers. See docs/async.md.", _JOB),
     Option("node_host", "DMLC_NODE_HOST", str, "", "address", "Own address to listen on and advertise. Default: the one from which the "
            "scheduler is reached.", _JOB),
     Option("interface", "DMLC_INTERFACE", str, "", "interface name", "Take the own address from this interface; DMLC_NODE_HOST wins.", _JOB),
@@ -160,7 +163,7 @@ OPTIONS: tuple[Option, ...] = (
 
 #: Upstream's variables that mean something to BytePS and nothing to this version: set, they get a warning instead of silence.
 NOT_USED = frozenset((
-    "BYTEPS_GLOBAL_RANK", "BYTEPS_ORDERED_HOSTS", "BYTEPS_ENABLE_ASYNC", "BYTEPS_OMP_THREAD_PER_GPU",
+    "BYTEPS_GLOBAL_RANK", "BYTEPS_ORDERED_HOSTS", "BYTEPS_OMP_THREAD_PER_GPU",
     "BYTEPS_ENABLE_MIXED_MODE", "BYTEPS_MIXED_MODE_BOUND", "BYTEPS_MIN_COMPRESS_BYTES", "BYTEPS_THREADPOOL_SIZE", "BYTEPS_SERVER_DEBUG",
     "BYTEPS_SERVER_DEBUG_KEY", "BYTEPS_SERVER_ENGINE_BLOCKING", "BYTEPS_NCCL_GROUP_SIZE", "BYTEPS_NCCL_NUM_RINGS",
     "BYTEPS_PCIE_SWITCH_SIZE", "BYTEPS_REDUCE_ROOTS", "BYTEPS_ENABLE_IPC", "BYTEPS_ADDRESS_POOL_SIZE", "BYTEPS_IPC_COPY_NUM_THREADS",
@@ -211,12 +214,12 @@ class Config:
     @property
     def distributed(self) -> bool:
         """Whether servers and a scheduler take part."""
-        return bool(self.size > 1 or self.force_distributed)
+        return bool(self.size > 1 or self.force_distributed or self.asynchronous)
 
     @property
     def shares_machine(self) -> bool:
         """Whether the worker processes of a machine sum among themselves first."""
-        return bool(self.local_size > 1 and self.local_reduce)
+        return bool(self.local_size > 1 and self.local_reduce and not self.asynchronous)
 
     @property
     def servers(self) -> int:
@@ -321,10 +324,11 @@ def child_environment(**changes: str) -> dict[str, str]:
 
 
 def fingerprint(config: Config) -> dict[str, Any]:
-    """The options that must be the same on all workers, to be compared at rendezvous."""
-    names = ("num_worker", "num_server", "local_size", "partition_bytes", "key_hash_fn", "hash_coefficient")
-    found = {o.env: getattr(config, o.field) for o in OPTIONS if o.field in names}
-    return {**found, "DMLC_NUM_SERVER": config.servers, "BPSX_LOCAL_REDUCE": int(config.shares_machine)}
+    """The options that must be the same on all workers, to be compared at rendezvous; flags as 0 or 1."""
+    names = ("num_worker", "num_server", "local_size", "local_reduce", "partition_bytes", "key_hash_fn", "hash_coefficient", "asynchronous")
+    values = {o.env: getattr(config, o.field) for o in OPTIONS if o.field in names}
+    values |= {"DMLC_NUM_SERVER": config.servers, "BPSX_LOCAL_REDUCE": config.shares_machine}
+    return {env: int(value) if isinstance(value, bool) else value for env, value in values.items()}
 
 
 def wrong_options(shared: Mapping[str, Any]) -> list[str]:

@@ -23,6 +23,10 @@ class RendezvousError(BpsxError, TimeoutError):
     """The job did not come together before the deadline. Names who is missing."""
 
 
+class JobOverError(RendezvousError):
+    """The scheduler at this address has a job that is complete, running or over; a new job needs a new scheduler."""
+
+
 class TransportError(BpsxError, ConnectionError):
     """The transport could not listen, connect or send."""
 
@@ -51,6 +55,10 @@ class ShutdownError(BpsxError, RuntimeError):
     """bpsx was shut down while the operation was under way."""
 
 
+class JoinedError(BpsxError, RuntimeError):
+    """A worker that has called ``join()`` is needed, or calls a verb itself, before all workers have joined."""
+
+
 class OutOfMemoryError(BpsxError, MemoryError):
     """The core could not allocate memory."""
 
@@ -65,6 +73,7 @@ STATUS: dict[int, tuple[type[BpsxError], str]] = {
     -6: (ShutdownError, "bpsx was shut down while this was under way"),
     -7: (OutOfMemoryError, "the core could not allocate memory"),
     -8: (TransportError, "the transport refused to send"),
+    -9: (JoinedError, "a worker that is needed has called join()"),
 }
 
 
@@ -81,5 +90,7 @@ def explain(status: int, name: str, rank_a: int, rank_b: int) -> str:
         return (f"tensor {name!r}: workers {rank_a} and {rank_b} asked for different operations in the same round "
                 "(sum, average or broadcast, or another root); all workers must call the same one")
     if kind is PeerLeftError:
-        return f"tensor {name!r}: worker {rank_a} has shut down without pushing it, so its sum can never be complete"
+        return f"tensor {name!r}: worker {rank_a} has shut down or died without pushing it, so it can never be complete"
+    if kind is JoinedError:
+        return f"tensor {name!r}: its root, worker {rank_a}, has called join() and broadcasts nothing until all workers have"
     return f"tensor {name!r}: {text}"

@@ -15,6 +15,7 @@ from bpsx._core import Core, Handle, Tensor
 from bpsx.config import Config
 from bpsx.dtypes import BY_CODE, BY_NAME, dtype_named
 from bpsx.host import keep_memory, own_host
+from bpsx.joining import Joining
 from bpsx.kernels import load as load_kernels
 from bpsx.local._machine import Machine, QuietEndpoint
 from bpsx.local.meeting import meet
@@ -69,7 +70,7 @@ class Session:
     Raises :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.errors.RendezvousError` or :class:`~bpsx.errors.TransportError` on construction.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, order: dict[str, int] | None = None) -> None:
         config.check()
         configure(config, f"worker {config.rank}")
         self.config = config
@@ -83,7 +84,9 @@ class Session:
         self._declared: dict[tuple[str, int], _Declared] = {}                   # every declaration by (name, generation)
         self._shapes: dict[tuple[str, tuple[int, ...], int], _Declared] = {}    # ... and by what it is, to find it again
         self._generations: dict[str, int] = {}
-        self._order: dict[str, int] = {}
+        self._order: dict[str, int] = dict(order or {})     # given: as a suspended session left it
+        self._async: bool = config.asynchronous
+        self._joining = Joining()
         self._link: Link | None = None
         self._machine: Machine | None = None        # with several processes on this machine that sum among themselves first
         self._place = Place.DIRECT
@@ -188,13 +191,40 @@ class Session:
         elif kind == "FAILED":
             for name, generation in message["tensors"]:
                 self._fail_tensor(name, generation, message["status"], message["text"])
+        elif kind in ("ALL_JOINED", "UNJOINED"):
+            self._joining.hear(message)
         elif kind == "WARN":
             log.warning("%s", message["text"])
         elif kind == "LOST":
             self._peer_lost(message["text"])
-        elif kind == "LEFT" and self._machine is not None:
-            self._machine.left(message["rank"] - self.rank + self.local_rank)
-            self._core.look()
+        elif self._machine is not None:
+            self._hear_of_neighbours(self._machine, message)
+
+    def _hear_of_neighbours(self, machine: Machine, message: dict[str, Any]) -> None:
+        """What concerns this machine's processes only."""
+        kind = message["type"]
+        if kind == "LEFT":
+            machine.left(message["rank"] - self.rank + self.local_rank)
+        elif kind == "JOINED":
+            machine.joined(message["rank"] - self.rank + self.local_rank)
+        elif kind == "CLEAR":
+            machine.all_joined()
+        elif kind == "ADOPT":
+            self._adopt(message)
+        self._core.look()
+        if kind == "CLEAR" and self._link is not None:
+            self._link.send("CLEARED", generation=message["generation"])
+
+    def _adopt(self, message: dict[str, Any]) -> None:
+        """A tensor that this root adds for its neighbours while it has joined; declared as if it had been pushed here."""
+        name, generation, shape = message["name"], message["generation"], tuple(message["shape"])
+        with self._lock:
+            declared = _Declared(generation, shape, message["dtype"], message["nbytes"])
+            self._declared[name, generation] = self._shapes[name, shape, message["dtype"]] = declared
+            self._generations[name] = max(self._generations.get(name, 0), generation + 1)
+        self._placed(name, generation, message["places"])
+        if declared.tensor is not None:
+            self._core.know(declared.tensor)
 
     def _placed(self, name: str, generation: int, places: list[tuple[int, int, int]]) -> None:
         with self._lock:
@@ -232,6 +262,7 @@ class Session:
         log.error("%s", text)
         self._core.fail(-1, text)
         self._end_pending(-1, text)
+        self._joining.stop()
 
     def _end_pending(self, status: int, text: str) -> None:
         """End what waits for a placement that will not come any more."""
@@ -263,6 +294,12 @@ class Session:
             self._link.send("WAITING", tensors=tensors, more=len(waiting) > MOST_REPORTED)
 
     # ---- the verbs
+
+    @property
+    def order(self) -> dict[str, int]:
+        """The index of every declared name."""
+        with self._lock:
+            return dict(self._order)
 
     def declare(self, name: str) -> int:
         """The index of ``name`` in the order in which this worker first saw names; stable from then on."""
@@ -298,23 +335,36 @@ class Session:
 
     def barrier(self) -> None:
         """Wait until every worker has called this as often as this worker has."""
-        self._submit(BARRIER, (), 5, 0, (0, 0), (0, 0), divisor=1, priority=2**30, will_wait=True, owner=None, result=None).wait()
+        self._submit(BARRIER, (), 5, 0, (0, 0), (0, 0), divisor=1, priority=2**30, will_wait=True, owner=None, result=None,
+                     asynchronous=False).wait()
+
+    def join(self) -> int:
+        """See :func:`bpsx.join`."""
+        if self._link is None:
+            return self.rank
+        last = self._joining.run(self._unfinished, self._core.settle, self._link.send)
+        if last < 0:
+            self.barrier()      # raises what has ended the job
+        return last
 
     def _submit(
         self, name: str, shape: tuple[int, ...], dtype: int, nbytes: int, source: Any, target: Any, *, divisor: int, priority: int,
-        will_wait: bool, owner: object, result: object, broadcast: bool = False,
+        will_wait: bool, owner: object, result: object, broadcast: bool = False, asynchronous: bool | None = None,
     ) -> Handle:
-        """The one way in. ``source`` and ``target`` are what :meth:`Core.prepare` takes."""
+        """The one way in. ``source`` and ``target`` are what :meth:`Core.prepare` takes; ``asynchronous`` by default if the job is."""
+        if self._joining.active:
+            self._joining.refuse(name)
+        asynchronous = self._async if asynchronous is None else asynchronous
         declared = self._tensors.get(name)
         if declared is not None and declared.tensor is not None and declared.shape == shape and declared.dtype == dtype and not declared.failed:
-            return self._core.submit(declared.tensor, source, target, divisor=divisor, broadcast=broadcast, priority=priority,
-                                     will_wait=will_wait, owner=owner, result=result)
+            return self._core.submit(declared.tensor, source, target, divisor=divisor, broadcast=broadcast, asynchronous=asynchronous,
+                                     priority=priority, will_wait=will_wait, owner=owner, result=result)
         self._check_new(name, nbytes)
         if self._machine is not None and self.config.servers and divisor > 1 and not broadcast and BY_CODE[dtype].itemsize == 1:
             raise errors.ConfigError(f"{name!r}: {BY_CODE[dtype].name} cannot be averaged over machines with several processes: their sums would "
                                      "wrap first; sum it (average=False), use a wider type, or set BPSX_LOCAL_REDUCE=0")
-        handle = self._core.prepare(name, nbytes, source, target, divisor=divisor, broadcast=broadcast, priority=priority, owner=owner,
-                                    result=result)
+        handle = self._core.prepare(name, nbytes, source, target, divisor=divisor, broadcast=broadcast, asynchronous=asynchronous,
+                                    priority=priority, owner=owner, result=result)
         if self._link is None:
             self._core.copy_through(handle, nbytes)     # a single worker: the sum is what it pushed
             return handle
@@ -403,6 +453,7 @@ class Session:
             if self._closed:
                 return
             self._closed = True
+        self._joining.stop()
         try:
             self._take_leave(failure)
         finally:

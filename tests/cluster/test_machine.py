@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 
@@ -220,3 +221,56 @@ def test_the_number_of_processes_must_agree():
              worker_env={0: {"BYTEPS_LOCAL_SIZE": "3"}}) as job:
         assert [w.wait() for w in job.workers] == [1, 1]
         assert "BYTEPS_LOCAL_SIZE" in job.workers[0].text() + job.workers[1].text()
+
+
+_UNEVEN = """
+    import bpsx, json, numpy as np, os
+    bpsx.init()
+    rank, size = bpsx.rank(), bpsx.size()
+    for counts in json.loads(os.environ["COUNTS"]):
+        for step in range(counts[rank]):
+            here = [r for r in range(size) if counts[r] > step]
+            for dtype in ("float32", "float16", "int64"):
+                for n in (3, 50_000):
+                    # A name of its own per step: who has joined has never seen the later ones.
+                    for name in (f"{dtype}.{n}", f"{dtype}.{n}.{step}"):
+                        got = bpsx.push_pull(np.full(n, 4 * rank + 4, dtype), name, average=False)
+                        assert (got == sum(4 * r + 4 for r in here)).all(), (counts, step, name, got[:3], here)
+                        got = bpsx.push_pull(np.full(n, 4 * rank + 4, dtype), name + ".average")
+                        want = sum(4 * r + 4 for r in here) / size
+                        np.testing.assert_allclose(got.astype(float), np.floor(want) if dtype == "int64" else want, rtol=1e-3)
+            bpsx.barrier()
+            root = here[step % len(here)]
+            assert (bpsx.broadcast(np.full(50_000, rank), root, "b") == root).all()
+        last = bpsx.join()
+        assert counts[last] == max(counts), (last, counts)
+        report(last)
+        assert (bpsx.push_pull(np.ones(1000, np.float32), "after", average=False) == size).all()
+"""
+
+
+@pytest.mark.parametrize("workers, processes, servers", [(2, 2, 0), (3, 3, 0), (4, 2, 1), (6, 3, 2)])
+def test_uneven_numbers_of_steps_with_join(workers, processes, servers):
+    rng = random.Random(workers)
+    rounds = [rng.sample(range(workers + 2), workers) for _ in range(2)]
+    rounds += [[5] * (workers - 1) + [0], [0] * (workers - 1) + [3]]     # a root that joins first, and one that goes on alone
+    found = run(_UNEVEN, workers, servers, processes=processes, env={"COUNTS": json.dumps(rounds), "BPSX_DEADLOCK_SECONDS": "20"})
+    assert all(f == found[0] for f in found)
+
+
+@pytest.mark.parametrize("absent", [0, 1, 3])
+def test_a_broadcast_from_who_has_joined_is_an_error_on_all(absent):
+    found = run(f"""
+        import bpsx, numpy as np
+        bpsx.init()
+        bpsx.barrier()
+        if bpsx.rank() != {absent}:
+            try:
+                bpsx.broadcast(np.zeros(50_000), {absent}, "x")
+                report("no error")
+            except bpsx.JoinedError as e:
+                report(str(e))
+        bpsx.join()
+        assert (bpsx.push_pull(np.ones(1000, np.float32), "after", average=False) == 4).all()
+    """, 4, 1, processes=2)
+    assert all(f"worker {absent}, has called join()" in f[0] for i, f in enumerate(found) if i != absent), found

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 MAGIC, VERSION = 0x58535042, 1
 REGISTER, PUSH, ANSWER, ERROR, PING, PONG = 1, 2, 3, 4, 5, 6
-INLINE, BROADCAST = 1, 2
+INLINE, BROADCAST, ASYNC = 1, 2, 4
 _FORMAT = struct.Struct("<IBBBBQQIIIIIiQQ")
 
 

@@ -9,7 +9,7 @@ from source.places import ROOT, files, imports, module_of
 # Most specific first; a smaller number is a higher layer. The leaves, from 8 on, may be imported by all.
 LAYERS = [
     ("bpsx.torch", 1), ("bpsx._adapter", 1.5),
-    ("bpsx.api", 2), ("bpsx.session", 2.5),
+    ("bpsx.api", 2), ("bpsx.session", 2.5), ("bpsx.joining", 2.7),
     ("bpsx.partitioner", 3), ("bpsx.placement", 3), ("bpsx.pipeline", 3),
     ("bpsx._core", 4), ("bpsx.core", 4.5),
     ("bpsx.local", 3.5), ("bpsx.transports.abi", 6), ("bpsx.transports", 5), ("bpsx.kernels.abi", 6), ("bpsx.kernels", 5),

@@ -15,8 +15,8 @@ WORKER = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "h", "DMLC_PS_ROOT_PORT": "
 # What each kind of option refuses.
 REFUSED = {
     "DMLC_ROLE": "boss", "DMLC_PS_ROOT_PORT": "65536", "DMLC_NUM_WORKER": "0", "DMLC_NUM_SERVER": "-1", "DMLC_WORKER_ID": "one",
-    "BYTEPS_LOCAL_RANK": "-1", "BYTEPS_LOCAL_SIZE": "0", "BPSX_LOCAL_REDUCE": "half",
-    "BYTEPS_FORCE_DISTRIBUTED": "maybe", "DMLC_ENABLE_RDMA": "carrier-pigeon",
+    "BYTEPS_LOCAL_RANK": "-1", "BYTEPS_LOCAL_SIZE": "0", "BPSX_LOCAL_REDUCE": "half", "BYTEPS_FORCE_DISTRIBUTED": "maybe",
+    "BYTEPS_ENABLE_ASYNC": "2", "DMLC_ENABLE_RDMA": "carrier-pigeon",
     "BYTEPS_PARTITION_BYTES": "4095", "BYTEPS_KEY_HASH_FN": "md5", "BYTEPS_BUILT_IN_HASH_COEF": "0", "BYTEPS_SCHEDULING_CREDIT": "-1",
     "BYTEPS_SERVER_ENGINE_THREAD": "0", "BYTEPS_SERVER_ENABLE_SCHEDULE": "2", "BYTEPS_ZMQ_NTHREADS": "x", "BPSX_SEND_BUFFER_KB": "-1",
     "BPSX_SPIN_US": "-1", "BPSX_FIXED_ORDER": "2", "BPSX_KEEP_MEMORY_MB": "1e3", "BPSX_RENDEZVOUS_TIMEOUT": "inf",
@@ -92,7 +92,8 @@ def test_given_values_win_and_must_exist():
 
 def test_the_fingerprint_holds_what_workers_must_share():
     assert fingerprint(Config(WORKER)).keys() == {"DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "BYTEPS_LOCAL_SIZE", "BYTEPS_PARTITION_BYTES",
-                                                  "BYTEPS_KEY_HASH_FN", "BYTEPS_BUILT_IN_HASH_COEF", "BPSX_LOCAL_REDUCE"}
+                                                  "BYTEPS_KEY_HASH_FN", "BYTEPS_BUILT_IN_HASH_COEF", "BPSX_LOCAL_REDUCE",
+                                                  "BYTEPS_ENABLE_ASYNC"}
 
 
 def test_a_machine_whose_processes_sum_among_themselves_needs_no_server():

@@ -64,6 +64,7 @@ class FakeSession:
     rank: int = 0
     size: int = 2
     distributed: bool = True
+    asynchronous: bool = False
     others: Others | None = None
     failures: dict[str, Exception] = field(default_factory=dict)
     pushes: list[Push] = field(default_factory=list)
@@ -72,7 +73,7 @@ class FakeSession:
 
     @property
     def config(self) -> Any:
-        return SimpleNamespace(distributed=self.distributed)
+        return SimpleNamespace(distributed=self.distributed, asynchronous=self.asynchronous)
 
     @property
     def names(self) -> list[str]:

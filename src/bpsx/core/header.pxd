@@ -27,7 +27,9 @@ cdef enum Kind:
 cdef enum Flag:
     INLINE = 1                  # the body follows the header in the same frame
     BROADCAST = 2               # the result is the push of the sender named by `divisor`; others push no body
-    DISAGREED = 4               # no body: the sender's workers `divisor` and `priority` asked for different operations; the round has failed
+    ASYNC = 4                   # PUSH: add to the lane's value of this key, answer at once; with BROADCAST: the result becomes that value
+    DISAGREED = 8               # no body: the sender's workers `divisor` and `priority` asked for different operations; the round has failed.
+                                # If both are one worker, it has called join(), and its broadcast is what failed.
 
 cdef packed struct Header:
     uint32_t magic

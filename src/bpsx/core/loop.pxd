@@ -2,11 +2,11 @@
 from libc.stdint cimport int64_t
 
 from bpsx.core.partition cimport Task, Tensor
-from bpsx.core.machine cimport fall_asleep, ring_bells, stay_awake
+from bpsx.core.machine cimport fall_asleep, hosts, ring_bells, stay_awake
 from bpsx.core.receive cimport pump_in
 from bpsx.core.reduce cimport pump_machine, take_early
 from bpsx.core.send cimport pump_out
-from bpsx.core.stage cimport adopt, fail_tensor, finish, start
+from bpsx.core.stage cimport adopt, fail_tensor, finish, give_up, start
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport E_MEMORY, E_SHUTDOWN, PENDING
 from bpsx.core.sync cimport (
@@ -77,11 +77,14 @@ cdef inline int take_news(Core *c) noexcept nogil:
     cdef Task *following
     cdef Tensor *tensor
     cdef Tensor *next_failing
+    cdef Tensor *known
     if not atomic_load(&c.news):
         return 0
     lock(&c.monitor)
     task = c.inbox_first
     tensor = c.failing
+    known = c.known
+    c.known = NULL
     c.inbox_first = c.inbox_last = NULL
     c.failing = NULL
     atomic_store(&c.news, 0)
@@ -90,6 +93,10 @@ cdef inline int take_news(Core *c) noexcept nogil:
         next_failing = tensor.next_failing
         fail_tensor(c, tensor, tensor.failing_status)
         tensor = next_failing
+    while known != NULL:
+        if adopt(c, known) != 0:
+            give_up(c, E_MEMORY)
+        known = known.next_known
     while task != NULL:
         following = task.next
         if adopt(c, task.tensor) != 0:
@@ -140,7 +147,7 @@ cdef inline void drive(Core *c, Task *until, int64_t deadline_ns) noexcept nogil
         if until != NULL:
             if atomic_load(&until.status) != PENDING:
                 return
-        elif not atomic_load(&c.outstanding) and not atomic_load(&c.news):
+        elif not atomic_load(&c.outstanding) and not atomic_load(&c.news) and not hosts(c.machine):
             return
         if progress:
             idle_since = 0
@@ -184,7 +191,7 @@ cdef inline void background(Core *c) noexcept nogil:
     """The core's own thread: drives whenever there is work and nobody else does."""
     lock(&c.monitor)
     while not c.stopping:
-        if c.driving or not (c.outstanding or c.news):
+        if c.driving or not (c.outstanding or c.news or hosts(c.machine)):
             c.background_idle = True
             wait(&c.monitor)
             c.background_idle = False

@@ -30,6 +30,7 @@ cdef struct Neighbour:
     Posts overflow              # what its ring had no room for
     int64_t gone                # it has left the job in good order; set by any thread
     bint noticed                # ... and the driver knows
+    int64_t joined              # it has called join(), and not all have; set by any thread
 
 cdef struct Machine:
     uint32_t size               # processes of this machine
@@ -44,6 +45,8 @@ cdef struct Machine:
     uint32_t n_tensors
     Lane work                   # partitions that have to be copied or summed, most urgent first
     bint somebody_gone
+    int64_t joined_news         # a `joined` has been set
+    char **parts                # room for as many addresses as there are processes
     Kernels kernels[N_DTYPES]   # by dtype code; `add` is NULL until loaded
     bint (*load)(void *owner, int dtype) noexcept nogil
     void *owner
@@ -189,3 +192,19 @@ cdef inline int post_results(Machine *m, Partition *p, int status, uint32_t a, u
             p.shares[i].flags = 0
     p.n_shares = 0
     return failed
+
+
+cdef inline bint everybody_in(Machine *m, Partition *p) noexcept nogil:
+    """At the root: whether all who will have given their share of this round."""
+    cdef uint32_t i
+    if p.n_shares + 1 == m.size:
+        return True
+    for i in range(m.size):
+        if i != m.me and not p.shares[i].flags and not atomic_load(&m.all[i].joined):
+            return False
+    return True
+
+
+cdef inline bint hosts(Machine *m) noexcept nogil:
+    """Whether this process has to work although nothing of its own is under way: a root that has joined."""
+    return m != NULL and m.me == m.root and atomic_load(&m.all[m.me].joined)

@@ -46,9 +46,11 @@ cdef struct Tensor:
     uint32_t name_bytes
     Task *current               # the task whose partitions are under way
     int64_t started_ns          # when that was submitted
+    bint waits_for_others       # whether that needs other workers' pushes
     Task *first_waiting         # later tasks on the same tensor: one round after another
     Task *last_waiting
     Tensor *next                # all tensors of the core
+    Tensor *next_known          # to be adopted without a task
     uint64_t share_offset       # of this process's share in its segment, when another process is the machine's root
     int failing_status          # what the driver shall fail it with; guarded by the core's monitor
     Tensor *next_failing
@@ -59,6 +61,7 @@ cdef struct Task:
     char *output
     uint32_t divisor            # or the broadcast's root
     bint broadcast
+    bint asynchronous           # waits for no other worker; a broadcast: sets the servers' value
     int32_t priority
     uint32_t remaining          # partitions not home yet
     int64_t status              # PENDING until the driver is done with it; read atomically
@@ -67,7 +70,7 @@ cdef struct Task:
     int64_t submitted_ns
     uint32_t detail_a           # with an error: the ranks it is about
     uint32_t detail_b
-    void *handle                # the Python Handle, which outlives the task's use here
+    void *handle                # the Python Handle, which outlives the task's use here; NULL: a stand-in, see reduce.pxd
     Task *next
 
 cdef struct Lane:

@@ -24,7 +24,7 @@ cdef struct Post:
     int32_t status              # of a result: 0, or why the round failed, with the ranks that this is about
     uint32_t detail_a
     uint32_t detail_b
-    uint32_t unused
+    uint32_t count              # the reader's: how many it has had for this partition from this sender
 
 cdef struct Ring:
     int64_t taken               # by the reader; written by it alone

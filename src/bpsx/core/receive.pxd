@@ -6,7 +6,7 @@ from bpsx.core.header cimport ANSWER, ERROR, PONG, Header, next_record
 from bpsx.core.partition cimport Partition
 from bpsx.core.stage cimport PULL, advance, fail_partition
 from bpsx.core.state cimport Core
-from bpsx.core.status cimport DONE, E_PROTOCOL
+from bpsx.core.status cimport DONE, E_JOINED, E_PROTOCOL
 from bpsx.transports.abi cimport Message
 
 cdef enum:
@@ -44,7 +44,9 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
         return 0                            # failed meanwhile: too late, not wrong
     if h.kind == ERROR:
         status = -<int>h.divisor
-        fail_partition(c, p, status if -8 <= status <= -1 else E_PROTOCOL, h.slot, h.epoch)
+        if status == E_JOINED:
+            h.slot = p.tensor.current.divisor       # the broadcast's root; the server knows machines at most
+        fail_partition(c, p, status if -9 <= status <= -1 else E_PROTOCOL, h.slot, h.epoch)
         return 0
     if h.length != p.length:
         return -1

@@ -3,22 +3,25 @@
 #
 # The sum is built in the share of the lowest local rank and travels from there; the root's own input is added last and in the same
 # pass divided, if there are no servers. So the root copies nothing before the push.
+#
+# Who has called join() gives no share. A root that has joined goes on working for the others, by stand-ins: tasks without input, output
+# and handle.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
 from bpsx.core.machine cimport (
-    PART_BITS, Machine, memory_at, next_post, post_results, queue_post, ring_bells, send_post, shift,
+    PART_BITS, Machine, everybody_in, hosts, memory_at, next_post, post_results, queue_post, ring_bells, send_post, shift,
 )
 from bpsx.core.partition cimport Partition, Task, Tensor
 from bpsx.core.post cimport HAS_BODY, IS_BROADCAST, IS_RESULT, IS_SHARE, Post
 from bpsx.core.queue cimport heap_pop
 from bpsx.core.stage cimport (
-    BROADCAST, COORDINATE_BROADCAST, COORDINATE_REDUCE, REDUCE, advance, deserted, fail_partition, fail_tensor, give_up,
+    BROADCAST, COORDINATE_BROADCAST, COORDINATE_REDUCE, REDUCE, advance, deserted, fail_partition, fail_tensor, give_up, start,
 )
 from bpsx.core.state cimport Core
-from bpsx.core.status cimport DONE, E_LEFT, E_MEMORY, E_MISMATCH, E_PROTOCOL
-from bpsx.core.sync cimport atomic_load
+from bpsx.core.status cimport DONE, E_JOINED, E_LEFT, E_MEMORY, E_MISMATCH, E_PROTOCOL
+from bpsx.core.sync cimport atomic_load, atomic_store, lock, now_ns, unlock
 from bpsx.kernels.abi cimport Kernels
 
 cdef enum:
@@ -78,22 +81,65 @@ cdef inline int take_result(Core *c, const Post *post) noexcept nogil:
 
 # ---- the root
 
+cdef inline void stand_in(Core *c, Tensor *tensor, const Post *post) noexcept nogil:
+    """This root has joined and pushes nothing itself, but the others need it: begin the round that `post` belongs to in its place."""
+    cdef Task *task = <Task *>calloc(1, sizeof(Task))
+    if task == NULL:
+        give_up(c, E_MEMORY)
+        return
+    task.tensor = tensor
+    task.divisor = post.divisor
+    task.broadcast = (post.flags & IS_BROADCAST) != 0
+    task.submitted_ns = now_ns()
+    lock(&c.monitor)
+    if c.outstanding == 0:
+        c.busy_since = task.submitted_ns
+    c.outstanding += 1
+    unlock(&c.monitor)
+    start(c, task)
+
+
+cdef inline void consider(Core *c, Partition *p) noexcept nogil:
+    """Somebody's share has come, or will not: perhaps the sum can be made now."""
+    cdef Machine *m = c.machine
+    cdef uint32_t i
+    if p.tensor.status != DONE or p.n_shares == 0 and p.tensor.current == NULL:
+        return
+    if p.tensor.current == NULL and hosts(m):
+        for i in range(m.size):
+            if p.shares[i].flags:
+                stand_in(c, p.tensor, &p.shares[i])
+                return
+    if p.tensor.current != NULL and p.tensor.stages[p.stage] == COORDINATE_REDUCE and everybody_in(m, p):
+        advance(c, p)
+
+
+cdef inline void consider_all(Core *c) noexcept nogil:
+    """Somebody has joined."""
+    cdef Tensor *tensor = c.tensors
+    cdef uint32_t i
+    atomic_store(&c.machine.joined_news, 0)
+    while tensor != NULL:
+        for i in range(tensor.n_parts):
+            consider(c, &tensor.parts[i])
+        tensor = tensor.next
+
+
 cdef inline int accept_share(Core *c, Partition *p, const Post *post) noexcept nogil:
     """Note a share; with the last one the sum can be made. 0, or -1 if it makes no sense."""
     cdef Machine *m = c.machine
-    cdef uint32_t who = 0
+    cdef Post *noted = &p.shares[post.owner]
+    cdef uint32_t who = 0, count = noted.count
     if p.tensor.status != DONE and p.tensor.status != E_LEFT:
         return 0                            # its task fails there, too: the scheduler tells everybody
-    if p.shares[post.owner].flags or memory_at(m, post.owner, post.offset, p.length) == NULL:
+    if noted.flags or post.round != count or memory_at(m, post.owner, post.offset, p.length) == NULL:
         return -1
-    p.shares[post.owner] = post[0]
+    noted[0] = post[0]
+    noted.count = count + 1
     p.n_shares += 1
     if deserted(m, &who):
         return post_results(m, p, E_LEFT, who, 0)
-    if post.round != p.round:
-        return -1
-    if p.n_shares + 1 == m.size and p.tensor.current != NULL and p.tensor.stages[p.stage] == COORDINATE_REDUCE:
-        advance(c, p)
+    consider(c, p)
     return 0
 
 
@@ -121,7 +167,7 @@ cdef inline bint agree(Machine *m, Partition *p, uint32_t *who) noexcept nogil:
     cdef Task *task = p.tensor.current
     cdef uint32_t i
     for i in range(m.size):
-        if i != m.me and (p.shares[i].divisor != task.divisor or ((p.shares[i].flags & IS_BROADCAST) != 0) != task.broadcast):
+        if p.shares[i].flags and (p.shares[i].divisor != task.divisor or ((p.shares[i].flags & IS_BROADCAST) != 0) != task.broadcast):
             who[0] = m.first_rank + i
             return False
     return True
@@ -131,78 +177,120 @@ cdef inline char *share_of(Machine *m, Partition *p, uint32_t i) noexcept nogil:
     return memory_at(m, i, p.shares[i].offset, p.length)
 
 
+cdef inline uint32_t gather_parts(Machine *m, Partition *p) noexcept nogil:
+    """What is to be added, into `m.parts`: the shares by local rank, then the root's own. Returns how many."""
+    cdef uint32_t i, n = 0
+    for i in range(m.size):
+        if p.shares[i].flags:
+            m.parts[n] = share_of(m, p, i)
+            n += 1
+    if p.source != NULL:
+        m.parts[n] = p.source
+        n += 1
+    return n
+
+
+cdef inline int64_t divisor_here(Machine *m, Partition *p, Kernels *k) noexcept nogil:
+    """What this machine's sum is to be divided by, and what is left for the servers."""
+    if m.alone:
+        return p.divisor
+    if k.wide_itemsize == k.itemsize or p.divisor % m.size:
+        return 1
+    # An average of halves: the machine's sum could overflow where the average does not, so its mean travels.
+    p.divisor //= m.size
+    return m.size
+
+
 cdef inline int add_up(Core *c, Partition *p) noexcept nogil:
-    """Add everybody's share into that of local rank 0. 0, or a status."""
+    """Make the machine's sum where `p.target` is. 0, or a status."""
     cdef Machine *m = c.machine
     cdef Kernels *k = &m.kernels[p.tensor.dtype]
-    cdef char *total = share_of(m, p, 0)
     cdef char *wide
-    cdef int64_t n, divisor = 1
-    cdef uint32_t i
+    cdef int64_t n, divisor
+    cdef uint32_t i, parts = gather_parts(m, p)
     if k.add == NULL and not m.load(m.owner, p.tensor.dtype):
         return E_MEMORY
     n = p.length // k.itemsize
-    if m.alone:
-        divisor = p.divisor
-    elif k.wide_itemsize != k.itemsize and p.divisor % m.size == 0:
-        # An average of halves: the machine's sum could overflow where the average does not, so its mean travels.
-        divisor = m.size
-        p.divisor //= m.size
-    if k.wide_itemsize == k.itemsize or m.size == 2:
-        for i in range(1, m.size - 1):
-            k.add(total, share_of(m, p, i), n)
-        k.pair(total, p.source, n, divisor)
+    divisor = divisor_here(m, p, k)
+    if parts == 1:
+        if m.parts[0] != p.target:              # the root's own, and nobody else's: the output is as good a place
+            memcpy(p.target, m.parts[0], p.length)
+        if divisor > 1:
+            k.divide(p.target, n, divisor)
+        return 0
+    if k.wide_itemsize == k.itemsize or parts == 2:
+        for i in range(1, parts - 1):
+            k.add(p.target, m.parts[i], n)
+        k.pair(p.target, m.parts[parts - 1], n, divisor)
         return 0
     wide = <char *>malloc(n * k.wide_itemsize)
     if wide == NULL:
         return E_MEMORY
-    k.start(wide, total, share_of(m, p, 1), n)
-    for i in range(2, m.size - 1):
-        k.add(wide, share_of(m, p, i), n)
-    k.finish(total, wide, p.source, n, divisor)
+    k.start(wide, m.parts[0], m.parts[1], n)
+    for i in range(2, parts - 1):
+        k.add(wide, m.parts[i], n)
+    k.finish(p.target, wide, m.parts[parts - 1], n, divisor)
     free(wide)
     return 0
 
 
-cdef inline void choose_broadcast(Core *c, Partition *p) noexcept nogil:
-    """Whose bytes go out, and where the result will lie."""
+cdef inline int choose_broadcast(Core *c, Partition *p) noexcept nogil:
+    """Whose bytes go out. 0, or a status."""
     cdef Machine *m = c.machine
     cdef uint32_t owner = p.tensor.current.divisor - m.first_rank       # wraps if it is on another machine
-    if owner < m.size and owner != m.me:
+    if owner >= m.size:
+        return 0
+    if owner != m.me:
+        if not p.shares[owner].flags:
+            return E_JOINED
         p.source = share_of(m, p, owner)
         p.result_owner = owner
         p.result_offset = p.shares[owner].offset
-    p.target = share_of(m, p, p.result_owner)
-    if m.alone and owner == m.me and p.length:
+        if m.alone:
+            p.target = p.source
+    elif p.tensor.current.input == NULL:
+        return E_JOINED
+    elif m.alone and p.length and p.source != p.target:
         memcpy(p.target, p.source, p.length)
+    return 0
+
+
+cdef inline void choose_place(Machine *m, Partition *p) noexcept nogil:
+    """Where the sum and the result shall lie: in the first share that there is, else in the root's own output."""
+    cdef uint32_t i
+    for i in range(m.size):
+        if p.shares[i].flags:
+            p.result_owner = i
+            p.result_offset = p.shares[i].offset
+            p.target = share_of(m, p, i)
+            return
 
 
 cdef inline void make_sum(Core *c, Partition *p) noexcept nogil:
     """The root's part, once everybody's share is there."""
     cdef Machine *m = c.machine
-    cdef uint32_t other = 0
+    cdef uint32_t one = m.first_rank + m.me, other = 0
     cdef int status = 0
-    p.result_owner = 0
-    p.result_offset = p.shares[0].offset
     p.share_status = 0
+    choose_place(m, p)
     if not agree(m, p, &other):
         status = E_MISMATCH
     elif p.tensor.current.broadcast:
-        choose_broadcast(c, p)
+        one = other = p.tensor.current.divisor
+        status = choose_broadcast(c, p)
     else:
-        p.target = share_of(m, p, 0)
         if p.length:
             status = add_up(c, p)
         p.source = p.target
-    if status == E_MISMATCH and not m.alone:
+    if (status == E_MISMATCH or status == E_JOINED) and not m.alone:
         # The other machines wait for our push: it goes out without a body and says that the round has failed.
         p.share_status = status
-        p.share_a = m.first_rank + m.me
+        p.share_a = one
         p.share_b = other
         p.source = NULL
         status = 0
     if status:
-        fail_partition(c, p, status, m.first_rank + m.me, other)
+        fail_partition(c, p, status, one, other)
     else:
         advance(c, p)
 
@@ -214,7 +302,7 @@ cdef inline void spread(Core *c, Partition *p) noexcept nogil:
     if c.machine.me == c.machine.root and post_results(c.machine, p, 0, 0, 0) != 0:
         give_up(c, E_MEMORY)
         return
-    if p.length and result != output:
+    if p.length and p.tensor.current.output != NULL and result != output:
         memcpy(output, result, p.length)
     advance(c, p)
 
@@ -299,6 +387,9 @@ cdef inline int pump_machine(Core *c) noexcept nogil:
         if p.tensor.status == DONE and p.tensor.current != NULL and not c.failed:
             done += p.length
             work(c, p)
+    if atomic_load(&m.joined_news):
+        consider_all(c)
+        n += 1
     if gone:
         for i in range(m.size):
             m.all[i].noticed = m.all[i].noticed or atomic_load(&m.all[i].gone)

@@ -4,7 +4,8 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from bpsx.core.header cimport (
-    BATCH_BYTES, BATCH_RECORDS, BROADCAST, DISAGREED, HEADER_BYTES, INLINE, INLINE_BYTES, PING, PUSH as K_PUSH, REGISTER, Header, header_init, padded,
+    ASYNC, BATCH_BYTES, BATCH_RECORDS, BROADCAST, DISAGREED, HEADER_BYTES, INLINE, INLINE_BYTES, PING, PUSH as K_PUSH, REGISTER, Header,
+    header_init, padded,
 )
 from bpsx.core.partition cimport Lane, Partition, Task
 from bpsx.core.queue cimport heap_pop
@@ -104,7 +105,7 @@ cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noex
     cdef Header h
     cdef Task *task = p.tensor.current
     header_init(&h, K_PUSH, c.job, c.rank)
-    h.flags = (INLINE if with_body else 0) | (BROADCAST if task.broadcast else 0)
+    h.flags = (INLINE if with_body else 0) | (BROADCAST if task.broadcast else 0) | (ASYNC if task.asynchronous else 0)
     h.dtype = p.tensor.dtype
     h.key = p.key
     h.slot = p.slot
@@ -132,7 +133,8 @@ cdef inline void send_large(Core *c, Lane *lane, Partition *p) noexcept nogil:
     cdef uint64_t head_size = register_size(p) + HEADER_BYTES
     cdef Task *task = p.tensor.current
     cdef char *head = <char *>malloc(head_size)
-    cdef Wire *w = take_credit(c, lane, task, p.length) if head != NULL else NULL
+    # A stand-in's memory belongs to the machine, and it is gone when the round is over.
+    cdef Wire *w = take_credit(c, lane, task if task.handle != NULL else NULL, p.length) if head != NULL else NULL
     cdef int rc
     if w == NULL:
         free(head)

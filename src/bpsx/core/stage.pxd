@@ -2,9 +2,9 @@
 #
 # Only the driver calls these. pipeline.py has the same stage names and chooses each tensor's list.
 from libc.stdint cimport uint32_t
-from libc.stdlib cimport realloc
+from libc.stdlib cimport free, realloc
 
-from bpsx.core.machine cimport Machine, know_tensor, post_results
+from bpsx.core.machine cimport Machine, everybody_in, know_tensor, post_results
 from bpsx.core.partition cimport Partition, Task, Tensor
 from bpsx.core.queue cimport heap_push
 from bpsx.core.state cimport Core
@@ -52,7 +52,7 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
         if heap_push(&c.machine.work, p) != 0:
             give_up(c, E_MEMORY)
     elif stage == COORDINATE_REDUCE:
-        if p.n_shares + 1 == c.machine.size:
+        if everybody_in(c.machine, p):
             advance(c, p)
     elif stage == END:
         home(c, p)
@@ -102,12 +102,15 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
     c.outstanding -= 1
     if c.outstanding == 0:
         c.busy_total += now_ns() - c.busy_since
-    task.next = c.reap_first
-    c.reap_first = task
+    if task.handle != NULL:
+        task.next = c.reap_first
+        c.reap_first = task
     atomic_store(&task.status, status)
     if c.waiters:
         notify_all(&c.monitor)
     unlock(&c.monitor)
+    if task.handle == NULL:
+        free(task)
 
 
 cdef inline bint deserted(Machine *m, uint32_t *who) noexcept nogil:
@@ -145,11 +148,12 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
         return
     tensor.current = task
     tensor.started_ns = task.submitted_ns
+    tensor.waits_for_others = task.broadcast or not task.asynchronous
     task.remaining = tensor.n_parts
     for i in range(tensor.n_parts):
         tensor.parts[i].stage = 0
         tensor.parts[i].source = task.input + tensor.parts[i].offset if task.input != NULL else NULL
-        tensor.parts[i].target = task.output + tensor.parts[i].offset
+        tensor.parts[i].target = task.output + tensor.parts[i].offset if task.output != NULL else NULL
         tensor.parts[i].divisor = task.divisor // c.processes if task.broadcast else task.divisor
     for i in range(tensor.n_parts):
         enter(c, &tensor.parts[i])

@@ -25,6 +25,7 @@ cdef struct Core:
     Task *inbox_first           # submitted, not yet seen by the driver
     Task *inbox_last
     Tensor *failing             # tensors to be failed by the driver
+    Tensor *known               # tensors to be adopted without a task
     Task *reap_first            # finished; Python still has to let go of their memory
     # Written under the monitor, read anywhere:
     int64_t news                # the inbox, `failing` or `failed` has something for the driver

@@ -12,3 +12,4 @@ cdef enum Status:
     E_SHUTDOWN = -6       # this process shut bpsx down with the operation under way
     E_MEMORY = -7         # allocation failed
     E_TRANSPORT = -8      # the transport refused to send
+    E_JOINED = -9         # a broadcast's root has called join() and so pushes nothing

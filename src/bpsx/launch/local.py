@@ -107,6 +107,7 @@ class Job:
     def run(self) -> int:
         """Run the job to its end. Returns the largest exit status of who ended by itself; raises ConfigError before anything is started."""
         self._plan.check()
+        self._asynchronous = Config().asynchronous
         self._setup = child_setup(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         with _signals(self._on_signal) as wake:
             self._pump = Pump(wake, child_environment())
@@ -192,7 +193,9 @@ class Job:
         # Whoever ended in the same instant: a worker is more likely the cause.
         self._ended += sorted(ended, key=lambda child: child.role != "worker")
         done = self._complete() and all(child.status is not None for child in self._children if child.role == "worker")
-        if self._stop or done or any(child.status for child in ended):
+        # In an asynchronous job the others go on without a worker.
+        fatal = any(child.status and not (self._asynchronous and child.role == "worker") for child in ended)
+        if self._stop or done or fatal:
             self._ending.begin(now)
 
     def _complete(self) -> bool:

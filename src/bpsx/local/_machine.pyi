@@ -19,6 +19,10 @@ class Machine:
         """Make sure that the kernels of a dtype code are there. Raises :class:`KeyError` for an unknown code."""
     def left(self, local_rank: int) -> None:
         """A neighbour has left the job in good order. Any thread."""
+    def joined(self, local_rank: int) -> None:
+        """A process has called join(): rounds close without it. Any thread."""
+    def all_joined(self) -> None:
+        """Everybody is back. Any thread."""
     def abi(self) -> Any:
         """A capsule for the core, valid as long as this object."""
     def close(self) -> None:

@@ -81,7 +81,8 @@ cdef class Machine:
         self.c.load = load
         self.c.owner = <void *>self
         self.c.all = <Neighbour *>calloc(size, sizeof(Neighbour))
-        if self.c.all == NULL:
+        self.c.parts = <char **>calloc(size, sizeof(char *))
+        if self.c.all == NULL or self.c.parts == NULL:
             raise MemoryError(f"no memory for {size} neighbours")
         for i in range(size):
             self.c.all[i].wake_fd = -1
@@ -128,6 +129,18 @@ cdef class Machine:
         if 0 <= local_rank < <int>self.c.size:
             atomic_store(&self.c.all[local_rank].gone, 1)
 
+    def joined(self, int local_rank) -> None:
+        """A process has called join(): rounds close without it. The core has to be woken. Any thread."""
+        if 0 <= local_rank < <int>self.c.size:
+            atomic_store(&self.c.all[local_rank].joined, 1)
+            atomic_store(&self.c.joined_news, 1)
+
+    def all_joined(self) -> None:
+        """Everybody is back: what is posted after this call meets no mark of :meth:`joined`. Any thread."""
+        cdef uint32_t i
+        for i in range(self.c.size):
+            atomic_store(&self.c.all[i].joined, 0)
+
     def abi(self):
         """A capsule with the C struct, for the core; valid as long as this object."""
         return PyCapsule_New(&self.c, b"bpsx.Machine", NULL)
@@ -153,6 +166,7 @@ cdef class Machine:
             for i in range(self.c.size):
                 free(self.c.all[i].overflow.items)
         free(self.c.all)
+        free(self.c.parts)
         free(self.c.early.items)
         free(self.c.tensors)
         free(self.c.work.heap)

@@ -18,7 +18,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from bpsx.config import Config, fingerprint
-from bpsx.errors import RendezvousError
+from bpsx.errors import JobOverError, RendezvousError
 from bpsx.host import scheduler_address
 from bpsx.rendezvous import messages
 from bpsx.rendezvous.sockets import open_socket
@@ -80,7 +80,8 @@ class Link:
             elif message["type"] == "STATUS":
                 missing = str(message["missing"])
             elif message["type"] == "REFUSED":
-                raise RendezvousError(f"{who}: refused by the {self.where}: {message['reason']}")
+                kind = JobOverError if message.get("over") else RendezvousError
+                raise kind(f"{who}: refused by the {self.where}: {message['reason']}")
             elif message["type"] == "WELCOME":
                 return message
 

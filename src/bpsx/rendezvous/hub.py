@@ -200,6 +200,10 @@ class Hub:
             return self._members.declare(ident, message)
         if kind == "WAITING":
             return self._members.waiting(ident, message, time.monotonic())
+        if kind == "JOIN":
+            return self._members.join(ident)
+        if kind == "CLEARED":
+            return self._members.cleared(ident, message)
         return self._members.bye(ident, message)
 
     def _send(self, outputs: list[Output]) -> None:

@@ -1,7 +1,8 @@
 """Who is in the job, and what follows from who comes, goes and waits. Pure: events in, messages out; no sockets, no clock of its own.
 
 A node is ``joined`` after a good HELLO. When all are, the job is ``running``: everybody gets WELCOME. It ends ``done`` when all workers have
-left in good order, or ``failed`` when somebody is gone without a goodbye; then everybody else is told who.
+left in good order, or ``failed`` when somebody is gone without a goodbye; then everybody else is told who. An asynchronous job survives the
+death of workers, and fails for it at its end.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from typing import Any
 
 from bpsx.config import MOST_WORKERS, wrong_options
 from bpsx.placement import Placement
+from bpsx.rendezvous.joins import Joins
 from bpsx.rendezvous.messages import PROTOCOL
 from bpsx.rendezvous.registry import Registry
 from bpsx.rendezvous.stall import Stalls
 
 Output = tuple[bytes, dict[str, Any]]
+_ASYNC = "BYTEPS_ENABLE_ASYNC"
 
 
 @dataclass
@@ -50,6 +53,8 @@ class Membership:
         self.refused: dict[str, str] = {}       # who was turned away, and why
         self.registry: Registry | None = None
         self._stalls = Stalls(stall_warn, deadlock_after)
+        self._joins = Joins()
+        self._dead: list[str] = []              # workers that an asynchronous job has survived
 
     # ---- coming
 
@@ -59,7 +64,7 @@ class Membership:
         place = f"{m['role']} {m['rank']}" if m["role"] == "worker" else m["role"]
         if why:
             self.refused[place] = why
-            return [(ident, {"type": "REFUSED", "reason": why})]
+            return [(ident, {"type": "REFUSED", "reason": why, "over": self.state != "waiting"})]
         if ident in self.nodes:
             return []
         self._replace_reconnected(m)
@@ -100,6 +105,10 @@ class Membership:
         for name, ours in (("DMLC_NUM_WORKER", self.num_worker), ("DMLC_NUM_SERVER", self.num_server)):
             if m["config"].get(name) != ours:
                 return f"{name}={m['config'].get(name)} there, {ours} at the scheduler"
+        for other in self.nodes.values():
+            if other.config.get(_ASYNC) != m["config"].get(_ASYNC):
+                return (f"{_ASYNC}={m['config'].get(_ASYNC)} on this {m['role']}, {other.config.get(_ASYNC)} on {other}: "
+                        "must be the same on all workers and servers")
         if m["role"] == "server":
             if not m["lanes"]:
                 return "a server without lanes"
@@ -172,7 +181,11 @@ class Membership:
         answer: dict[str, Any] = {"type": "PLACED", "name": name, "generation": generation, "places": [list(p) for p in known.places]}
         if known.failure:
             answer = {"type": "FAILED", "tensors": [[name, generation]], "status": known.status, "text": known.failure}
-        return [(w.ident, answer) for w in self._of("worker") if w.rank in told]
+        out = [(w.ident, answer) for w in self._of("worker") if w.rank in told]
+        if self.processes > 1 and self._joins.joined:
+            for root in (w for w in self._of("worker") if w.rank // self.processes == node.rank // self.processes and not w.left):
+                out += self._make_known(root)
+        return out
 
     def waiting(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
         """A worker says which push_pulls it has waited for, and how long."""
@@ -180,9 +193,55 @@ class Membership:
         if node is None or node.role != "worker" or self.state != "running":
             return []
         self._stalls.report(node.rank, m["tensors"], m["more"])
-        live = {w.rank: w for w in self._of("worker") if not w.left}
+        live = {w.rank: w for w in self._of("worker") if not w.left and w.rank not in self._joins.joined}
         out: list[Output] = [(live[r].ident, {"type": "WARN", "text": text}) for r, text in self._stalls.warnings(sorted(live), now) if r in live]
         return out + self._end_deadlock(list(live.values()))
+
+    def join(self, ident: bytes) -> list[Output]:
+        """A worker has run out of data and waits until all have."""
+        node = self.nodes.get(ident)
+        if node is None or node.role != "worker" or node.left or self.state != "running":
+            return []
+        out = self._joins.join(node.rank, *self._here(), self._roots(), self.processes) + self._end_join()
+        return out + self._make_known(node) if self.processes > 1 else out
+
+    def _roots(self) -> dict[int, bytes]:
+        """Machine -> who speaks for its processes, where they sum among themselves."""
+        n = self.processes
+        return {w.rank // n: w.ident for w in self._of("worker") if n > 1 and w.rank % n == n - 1 and not w.left}
+
+    def _make_known(self, root: Node) -> list[Output]:
+        """A root that has joined adds for its neighbours what it does not push itself: tell it of what only they have declared."""
+        n = self.processes
+        if self.registry is None or root.rank % n != n - 1 or root.rank not in self._joins.joined:
+            return []
+        machine = range(root.rank // n * n, root.rank)
+        return [(root.ident, {"type": "ADOPT", "name": name, "generation": generation, "nbytes": d.nbytes, "dtype": d.dtype,
+                              "shape": list(d.shape), "places": [list(p) for p in d.places]})
+                for name, generation, d in self.registry.adopt(root.rank, machine)]
+
+    def cleared(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
+        """A server, or a machine's root, has forgotten who had joined."""
+        last = self._joins.cleared(ident, m["generation"])
+        return [] if last is None else [(w.ident, {"type": "ALL_JOINED", "last": last}) for w in self._of("worker") if not w.left]
+
+    def _end_join(self) -> list[Output]:
+        """Nobody can wait for a worker that has left: who has joined hears so."""
+        left = [w for w in self._of("worker") if w.left and w.rank not in self._joins.joined]
+        if not left or self.asynchronous or not self._joins.joined:
+            return []
+        text = f"join: {names([str(w) for w in left])} has left the job without calling join()"
+        return [(w.ident, {"type": "UNJOINED", "text": text}) for w in self._of("worker") if w.rank in self._joins.joined and not w.left]
+
+    def _here(self) -> tuple[list[int], list[bytes]]:
+        """The ranks of the workers and the servers that are still in the job. Without asynchronous training all workers count."""
+        workers = [w.rank for w in self._of("worker") if not (w.left and self.asynchronous)]
+        return workers, [s.ident for s in self._of("server") if not s.left]
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether no worker waits for another, so that the job goes on when one dies."""
+        return any(n.config.get(_ASYNC) for n in self.nodes.values())
 
     def _end_deadlock(self, live: list[Node]) -> list[Output]:
         """Fail what nobody will ever get, on everybody: a declaration given up by one worker alone would leave its push in the sum."""
@@ -213,7 +272,7 @@ class Membership:
             return out
         self._stalls.report(node.rank, [], False) if node.role == "worker" else None
         if m["failure"] and self.state == "running":
-            return out + self._fail(f"{node} has failed: {m['failure']}") + self._after_leaving(node)
+            return out + self._lost(node, f"{node} has failed: {m['failure']}") + self._after_leaving(node)
         if node.role == "server" and self.state == "running":
             return out + self._fail(f"{node} has left while workers were running")
         return out + self._after_leaving(node)
@@ -227,7 +286,7 @@ class Membership:
             del self.nodes[ident]
             return []
         node.left = True
-        out = self._fail(f"{node} is gone: {why}") if self.state == "running" else []
+        out = self._lost(node, f"{node} is gone: {why}") if self.state == "running" else []
         return out + self._after_leaving(node)
 
     def abort(self, text: str) -> list[Output]:
@@ -237,6 +296,15 @@ class Membership:
         kind, field_ = ("REFUSED", "reason") if self.state == "waiting" else ("LOST", "text")
         out = self._fail(text)
         return [(ident, {"type": kind, field_: text}) for ident, _ in out]
+
+    def _lost(self, node: Node, text: str) -> list[Output]:
+        """A node is gone that should not be: the end of the job, unless it is asynchronous and lacks only a worker."""
+        workers = [w for w in self._of("worker") if not w.left]
+        if node.role != "worker" or not self.asynchronous or not workers:
+            return self._fail("; ".join([*self._dead, text]))
+        self._dead.append(text)
+        text += "; the others go on without it, since the job is asynchronous"
+        return [(w.ident, {"type": "WARN", "text": text}) for w in workers]
 
     def _fail(self, text: str) -> list[Output]:
         """The job is over: tell everybody who is left."""
@@ -251,9 +319,10 @@ class Membership:
         if node.role == "worker" and self.state == "running":
             neighbours = [w for w in workers if w.rank // self.processes == node.rank // self.processes]
             out += [(n.ident, {"type": "LEFT", "rank": node.rank}) for n in [*servers, *neighbours]]
+            out += self._joins.left(*self._here()) + self._end_join()
         if not workers:
             if self.state == "running":
-                self.state = "done"
+                self.state, self.failure = ("failed", "; ".join(self._dead)) if self._dead else ("done", "")
             if node.role == "worker":
                 out += [(s.ident, {"type": "END"}) for s in servers]
         return out

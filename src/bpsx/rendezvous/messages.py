@@ -1,6 +1,7 @@
 """The control link's messages: JSON objects with a type, checked field by field. Pure.
 
-A node sends HELLO, DECLARE, WAITING, BYE; the hub sends STATUS, WELCOME, REFUSED, PLACED, FAILED, WARN, LEFT, LOST, END, GOODBYE.
+A node sends HELLO, DECLARE, WAITING, JOIN, CLEARED, BYE; the hub sends STATUS, WELCOME, REFUSED, PLACED, FAILED, WARN, JOINED, CLEAR, ALL_JOINED,
+UNJOINED, LEFT, LOST, END, GOODBYE.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
     "DECLARE": {"name": (str, 1, MAX_NAME), "generation": _POSITION, "nbytes": (int, 0, 2**62), "dtype": (int, 0, 255),
                 "shape": (list, 0, 64)},
     "WAITING": {"tensors": (list, 0, 4096), "more": (bool, 0, 1)},
+    "JOIN": {},
+    "CLEARED": {"generation": _POSITION},
     "BYE": {"failure": _TEXT},
 }
 

@@ -6,7 +6,7 @@ causes the placement; whoever differs causes a mismatch, which everybody is told
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from bpsx.dtypes import BY_CODE
@@ -65,6 +65,15 @@ class Registry:
         if rank not in known.ranks:
             known.ranks.append(rank)
         return known, told
+
+    def adopt(self, rank: int, neighbours: Iterable[int]) -> list[tuple[str, int, Declared]]:
+        """What a worker's neighbours have declared and it has not: from now on it counts as having declared it, too."""
+        near = set(neighbours)
+        found = [(name, generation, d) for (name, generation), d in self._tensors.items()
+                 if not d.failure and rank not in d.ranks and near & set(d.ranks)]
+        for _, _, declared in found:
+            declared.ranks.append(rank)
+        return found
 
     def fail(self, name: str, generation: int, status: int, text: str) -> None:
         """Nobody shall use this declaration any more: who declares it later is told so."""

@@ -35,6 +35,7 @@ class Server:
         self._joined = False
         self._signal = 0
         self._lanes: list[Lane] = []
+        self._link: Link
 
     def run(self) -> int:
         """Join the job and sum until it ends; returns the exit status. Raises :class:`~bpsx.errors.BpsxError` if it never begins."""
@@ -47,6 +48,7 @@ class Server:
             # Compiled while the others are still coming.
             warm_up = threading.Thread(target=load, args=(BY_NAME["float32"].code,), name="bpsx-warm-up")
             warm_up.start()
+            self._link = link
             welcome = link.join("server", -1, host, [e.bind(host) for e in endpoints])
             warm_up.join()
             self._joined = True
@@ -66,7 +68,7 @@ class Server:
         for i, endpoint in enumerate(endpoints):
             endpoint.join(welcome["job"], i)
             lane = Lane(endpoint, job=welcome["job"], workers=welcome["workers"], processes=welcome["processes"], fixed_order=config.fixed_order,
-                        scheduled=config.server_schedule, spin_us=config.spin_us, log=log.error)
+                        asynchronous=config.asynchronous, scheduled=config.server_schedule, spin_us=config.spin_us, log=log.error)
             self._lanes.append(lane)
             threads.append(threading.Thread(target=self._run_lane, args=(lane,), name=f"bpsx-lane-{i}"))
         for thread in threads:
@@ -112,6 +114,13 @@ class Server:
         if kind == "LEFT":
             for lane in self._lanes:
                 lane.gone(message["rank"])
+        elif kind == "JOINED":
+            for lane in self._lanes:
+                lane.joined(message["rank"])
+        elif kind == "CLEAR":
+            for lane in self._lanes:
+                lane.all_joined()
+            self._link.send("CLEARED", generation=message["generation"])
         elif kind == "LOST":
             self._lost(message["text"])
         elif kind == "END":

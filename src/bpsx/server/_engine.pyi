@@ -7,8 +7,8 @@ class Lane:
     """One lane over one endpoint. :meth:`run` blocks until :meth:`stop`; the other methods may be called from any thread."""
 
     def __init__(
-        self, endpoint: Any, *, job: int, workers: int, processes: int = 1, fixed_order: bool = False, scheduled: bool = False,
-        spin_us: float = 0,        log: Callable[[str], object] = ...,
+        self, endpoint: Any, *, job: int, workers: int, processes: int = 1, asynchronous: bool = False, fixed_order: bool = False,
+        scheduled: bool = False, spin_us: float = 0, log: Callable[[str], object] = ...,
     ) -> None: ...
     def load(self, dtype: int) -> None:
         """Make sure that the kernels of a dtype code are there. Raises :class:`KeyError` for an unknown code."""
@@ -18,6 +18,10 @@ class Lane:
         """Work until stopped."""
     def gone(self, rank: int) -> None:
         """Worker ``rank`` has left the job in good order: rounds that lack it fail."""
+    def joined(self, rank: int) -> None:
+        """Worker ``rank`` has called join(): from now on rounds close without it."""
+    def all_joined(self) -> None:
+        """Everybody is back: whatever arrives after this call meets no mark of :meth:`joined`."""
     def stop(self) -> None:
         """Let :meth:`run` return."""
     def counters(self) -> dict[str, int]:

@@ -7,16 +7,17 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memset
 
-from bpsx.core.header cimport MAX_NAME_BYTES, PING, PUSH, REGISTER, Header, next_record
+from bpsx.core.header cimport ASYNC, BROADCAST, MAX_NAME_BYTES, PING, PUSH, REGISTER, Header, next_record
 from bpsx.core.status cimport E_LEFT, E_MEMORY, E_PROTOCOL
 from bpsx.core.sync cimport atomic_load, atomic_store, now_ns, yield_cpu
 from bpsx.kernels.abi cimport Kernels, add_fn, divide_fn, finish_fn, pair_fn, start_fn
 from bpsx.server.answer cimport close_round, fail_round, flush_all, let_go, send_error, send_pong
+from bpsx.server.delta cimport push_delta
 from bpsx.server.lane cimport (
     MAX_PARTITION_BYTES, MAX_SLOTS, N_DTYPES, RECEIVE_AT_ONCE, Lane as CLane, Out, Pending,
 )
 from bpsx.server.store cimport (
-    FAILED, MALFORMED, REPEATED, Entry, Share, Verdict, add, count_push, entry_free, entry_new, memory_for,
+    FAILED, MALFORMED, REPEATED, Entry, Share, Verdict, add, count_push, entry_free, entry_new, memory_for, open_next_round,
 )
 from bpsx.transports.abi cimport Endpoint, Message
 
@@ -86,11 +87,22 @@ cdef void add_share(CLane *lane, Entry *e, Message *m, char *body, bint *kept) n
         e.status = E_MEMORY
 
 
+cdef void pass_joined(CLane *lane, Entry *e) noexcept nogil:
+    """Fixed order does not wait for who has called join()."""
+    if not lane.somebody_joined:
+        return
+    while e.next_rank < lane.workers and atomic_load(&lane.joined[e.next_rank]) and not e.shares[e.next_rank].pushed:
+        e.next_rank += 1
+
+
 cdef void add_held(CLane *lane, Entry *e) noexcept nogil:
     """Add what was held for as long as the next rank's push is there."""
     cdef Share *share
     cdef bint kept
-    while e.status == 0 and e.next_rank < lane.workers and e.shares[e.next_rank].body != NULL:
+    while e.status == 0:
+        pass_joined(lane, e)
+        if e.next_rank >= lane.workers or e.shares[e.next_rank].body == NULL:
+            return
         share = &e.shares[e.next_rank]
         kept = False
         add_share(lane, e, share.message, share.body, &kept)
@@ -131,6 +143,7 @@ cdef void contribute(CLane *lane, Entry *e, Header *h, Message *m, char *body, b
                 e.sum = e.small
         return
     if lane.fixed_order and lane.workers > 2 and e.nbytes:
+        pass_joined(lane, e)
         if h.sender != e.next_rank:
             hold(lane, e, h.sender, m, body, kept)
             return
@@ -151,10 +164,28 @@ cdef bint lacks_somebody(CLane *lane, Entry *e, uint32_t *who) noexcept nogil:
     return False
 
 
+cdef bint complete(CLane *lane, Entry *e) noexcept nogil:
+    """Whether everybody has pushed in the open round but those who have called join()."""
+    cdef uint32_t rank
+    if e.pushed == lane.workers:
+        return True
+    if not lane.somebody_joined:
+        return False
+    for rank in range(lane.workers):
+        if not e.shares[rank].pushed and not atomic_load(&lane.joined[rank]):
+            return False
+    return True
+
+
 cdef void abandon(CLane *lane, Entry *e, uint32_t who) noexcept nogil:
+    """Fail the open round and all later ones: `who` will never push again."""
     e.status = E_LEFT
     e.detail_a = who
     fail_round(lane, e)
+    drop_held(lane, e)
+    let_go(lane, e.first)
+    open_next_round(e, lane.workers)
+    e.status = E_LEFT
 
 
 cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexcept nogil:
@@ -164,9 +195,13 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
     if e == NULL or h.epoch != lane.epoch:
         send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)
         return -1
+    if h.flags & ASYNC and not h.flags & BROADCAST:
+        return push_delta(lane, e, h, m, body, kept)
     if e.status == E_LEFT and h.key == e.key:
         # Such a round never closes: whatever a worker pushes from now on, in whatever round of its own, is answered so.
         send_error(lane, h.sender, h.key, h.round, h.cookie, E_LEFT, e.detail_a, 0)
+        if h.round == e.shares[h.sender].round:
+            e.shares[h.sender].round += 1
         return 0
     verdict = count_push(e, h, lane.workers)
     if verdict == MALFORMED:
@@ -177,11 +212,11 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
         return 0
     if verdict != FAILED:
         contribute(lane, e, h, m, body, kept)
-    if e.pushed == lane.workers:
+    if lane.somebody_gone and lacks_somebody(lane, e, &who):
+        abandon(lane, e, who)
+    elif complete(lane, e):
         drop_held(lane, e)
         close_round(lane, e)
-    elif lane.somebody_gone and lacks_somebody(lane, e, &who):
-        abandon(lane, e, who)
     return 0
 
 
@@ -241,7 +276,7 @@ cdef int64_t urgency_of(Message *m) noexcept nogil:
             return <int64_t>1 << 40
         if h.kind == PUSH:
             best = max(best, <int64_t>h.priority)
-    return best
+    return best if best > -(<int64_t>1 << 40) else <int64_t>1 << 40
 
 
 cdef bint keep_pending(CLane *lane, Message *m) noexcept nogil:
@@ -294,25 +329,36 @@ cdef int turn(CLane *lane) noexcept nogil:
     return n
 
 
-cdef void notice_gone(CLane *lane) noexcept nogil:
-    """Somebody has left: the rounds that lack him can never close."""
+cdef void notice(CLane *lane) noexcept nogil:
+    """Somebody has left: the rounds that lack him can never close. Or has joined: those that lacked only him close."""
     cdef uint32_t i, who = 0
     cdef Entry *e
     atomic_store(&lane.news, 0)
+    lane.somebody_joined = False
     for i in range(lane.workers):
         if atomic_load(&lane.gone[i]):
             lane.somebody_gone = True
+        if atomic_load(&lane.joined[i]):
+            lane.somebody_joined = True
     for i in range(lane.n_entries):
         e = lane.entries[i]
-        if e != NULL and e.pushed and e.status != E_LEFT and lacks_somebody(lane, e, &who):
+        if e == NULL or e.pushed == 0:
+            continue
+        if lane.somebody_gone and lacks_somebody(lane, e, &who):
             abandon(lane, e, who)
+            continue
+        if lane.fixed_order and lane.workers > 2 and not e.broadcast:
+            add_held(lane, e)
+        if complete(lane, e):
+            drop_held(lane, e)
+            close_round(lane, e)
 
 
 cdef void run(CLane *lane) noexcept nogil:
     cdef int64_t idle_since = 0, now
     while not atomic_load(&lane.stopping) and not lane.dropped:
         if atomic_load(&lane.news):
-            notice_gone(lane)
+            notice(lane)
             flush_all(lane)
         if turn(lane):
             flush_all(lane)
@@ -336,8 +382,8 @@ cdef class Lane:
     cdef object endpoint, capsule, logger
     cdef list kept
 
-    def __cinit__(self, endpoint, *, uint64_t job, int workers, int processes=1, bint fixed_order=False, bint scheduled=False, double spin_us=0,
-                  log=print):
+    def __cinit__(self, endpoint, *, uint64_t job, int workers, int processes=1, bint asynchronous=False, bint fixed_order=False,
+                  bint scheduled=False, double spin_us=0, log=print):
         memset(&self.c, 0, sizeof(CLane))
         self.endpoint = endpoint
         self.capsule = endpoint.abi()
@@ -345,15 +391,17 @@ cdef class Lane:
         self.c.job = job
         self.c.workers = workers
         self.c.processes = processes
+        self.c.asynchronous = asynchronous
         self.c.fixed_order = fixed_order
         self.c.scheduled = scheduled
         self.c.spin_ns = <int64_t>(spin_us * 1000)
         self.c.owner = <void *>self
         self.c.outs = <Out *>calloc(workers, sizeof(Out))
         self.c.gone = <int64_t *>calloc(workers, sizeof(int64_t))
+        self.c.joined = <int64_t *>calloc(workers, sizeof(int64_t))
         self.logger = log
         self.kept = []
-        if self.c.outs == NULL or self.c.gone == NULL:
+        if self.c.outs == NULL or self.c.gone == NULL or self.c.joined == NULL:
             raise MemoryError(f"no memory for {workers} workers")
 
     def load(self, dtype: int) -> None:
@@ -385,6 +433,20 @@ cdef class Lane:
         atomic_store(&self.c.news, 1)
         self.c.endpoint.wake(self.c.endpoint.self)
 
+    def joined(self, rank: int) -> None:
+        """Worker ``rank`` has called join(), and with it all for whom its sender speaks: from now on rounds close without them."""
+        atomic_store(&self.c.joined[rank // self.c.processes], 1)
+        atomic_store(&self.c.news, 1)
+        self.c.endpoint.wake(self.c.endpoint.self)
+
+    def all_joined(self) -> None:
+        """Everybody is back: whatever arrives after this call meets no mark of :meth:`joined`."""
+        cdef int i
+        for i in range(self.c.workers):
+            atomic_store(&self.c.joined[i], 0)
+        atomic_store(&self.c.news, 1)
+        self.c.endpoint.wake(self.c.endpoint.self)
+
     def stop(self) -> None:
         atomic_store(&self.c.stopping, 1)
         self.c.endpoint.wake(self.c.endpoint.self)
@@ -413,3 +475,4 @@ cdef class Lane:
         free(self.c.entries)
         free(self.c.outs)
         free(self.c.gone)
+        free(self.c.joined)

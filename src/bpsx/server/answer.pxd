@@ -5,10 +5,10 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from bpsx.core.header cimport ANSWER, BATCH_BYTES, ERROR, HEADER_BYTES, INLINE, INLINE_BYTES, PONG, Header, header_init, padded
-from bpsx.core.status cimport E_MISMATCH
+from bpsx.core.status cimport E_JOINED, E_MEMORY, E_MISMATCH
 from bpsx.core.sync cimport atomic_add
 from bpsx.server.lane cimport Lane, Out
-from bpsx.server.store cimport Entry, open_next_round
+from bpsx.server.store cimport Entry, finish_sum, memory_for, open_next_round
 from bpsx.transports.abi cimport Message
 
 # A result on its way to several workers: the message that holds it is let go with the last of them.
@@ -76,7 +76,7 @@ cdef inline void reply_header(Lane *lane, Header *h, uint8_t kind, uint32_t rank
     header_init(h, kind, lane.job, rank)
     h.dtype = e.dtype
     h.key = e.key
-    h.round = e.round
+    h.round = e.shares[rank].round
     h.cookie = cookie
 
 
@@ -100,32 +100,45 @@ cdef inline void send_pong(Lane *lane, uint32_t rank) noexcept nogil:
     put_record(lane, rank, &h, NULL)
 
 
-cdef inline void answer_large(Lane *lane, Entry *e) noexcept nogil:
-    cdef Header h
-    cdef uint32_t rank
+cdef inline Result *result_in(Lane *lane, Message *m, uint32_t receivers) noexcept nogil:
+    """A result that lies in message `m`. Without memory it is lost and counted, which ends the lane and so the job."""
     cdef Result *r = <Result *>malloc(sizeof(Result))
     if r == NULL:
         lane.dropped += 1
-        let_go(lane, e.first)
-        return
+        let_go(lane, m)
+        return NULL
     r.lane = lane
-    r.message = e.first
-    r.references = lane.workers
+    r.message = m
+    r.references = receivers
+    return r
+
+
+cdef inline void send_result(Lane *lane, Entry *e, uint32_t rank, uint64_t cookie, Result *r, char *body) noexcept nogil:
+    cdef Header h
+    reply_header(lane, &h, ANSWER, rank, e, cookie)
+    h.length = e.nbytes
+    lane.endpoint.send(lane.endpoint.self, rank, &h, HEADER_BYTES, NULL, NULL, body, e.nbytes, result_done, r)
+    lane.messages_out += 1
+
+
+cdef inline void answer_large(Lane *lane, Entry *e) noexcept nogil:
+    cdef uint32_t rank
+    cdef Result *r = result_in(lane, e.first, e.pushed)
+    if r == NULL:
+        return
     for rank in range(lane.workers):
-        reply_header(lane, &h, ANSWER, rank, e, e.shares[rank].cookie)
-        h.length = e.nbytes
-        lane.endpoint.send(
-            lane.endpoint.self, rank, &h, HEADER_BYTES, NULL, NULL, e.sum, e.nbytes, result_done, r)
-        lane.messages_out += 1
+        if e.shares[rank].pushed:
+            send_result(lane, e, rank, e.shares[rank].cookie, r, e.sum)
 
 
 cdef inline void answer_small(Lane *lane, Entry *e) noexcept nogil:
     cdef Header h
     cdef uint32_t rank
     for rank in range(lane.workers):
-        reply_header(lane, &h, ANSWER, rank, e, e.shares[rank].cookie)
-        h.length = e.nbytes
-        put_record(lane, rank, &h, e.sum)
+        if e.shares[rank].pushed:
+            reply_header(lane, &h, ANSWER, rank, e, e.shares[rank].cookie)
+            h.length = e.nbytes
+            put_record(lane, rank, &h, e.sum)
     let_go(lane, e.first)
 
 
@@ -141,11 +154,27 @@ cdef inline void fail_round(Lane *lane, Entry *e) noexcept nogil:
         e.named = True
     for rank in range(lane.workers):
         if e.shares[rank].pushed:
-            send_error(lane, rank, e.key, e.round, e.shares[rank].cookie, e.status, e.detail_a, e.detail_b)
+            send_error(lane, rank, e.key, e.shares[rank].round, e.shares[rank].cookie, e.status, e.detail_a, e.detail_b)
+
+
+cdef inline void end_broadcast(Entry *e) noexcept nogil:
+    """Fail a broadcast whose root was joined; keep what became the lane's value."""
+    if e.status == 0 and not e.shares[e.divisor].pushed:
+        e.status = E_JOINED
+        e.detail_a = e.divisor
+    elif e.status == 0 and e.seeding and e.nbytes:
+        if memory_for(&e.value, e.nbytes):
+            memcpy(e.value, e.sum, e.nbytes)
+        else:
+            e.status = E_MEMORY
 
 
 cdef inline void close_round(Lane *lane, Entry *e) noexcept nogil:
-    """Everybody has pushed: answer, and open the next round."""
+    """Everybody has pushed who will: answer them, and open the next round."""
+    if e.broadcast:
+        end_broadcast(e)
+    elif e.status == 0:
+        finish_sum(e, lane.workers)
     if e.status == 0:
         if e.first != NULL and e.nbytes > INLINE_BYTES:
             answer_large(lane, e)

@@ -27,6 +27,7 @@ cdef struct Lane:
     uint32_t epoch
     uint32_t workers            # that speak to us
     uint32_t processes          # for how many each of them speaks
+    bint asynchronous           # pushes may ask to be added to a value of the lane's
     bint fixed_order
     bint scheduled
     int64_t spin_ns
@@ -39,10 +40,12 @@ cdef struct Lane:
     uint32_t n_pending
     uint32_t pending_capacity
     uint64_t arrivals
-    int64_t news                # `gone` or `stopping` has changed
+    int64_t news                # `gone`, `joined` or `stopping` has changed
     int64_t stopping
     int64_t *gone               # by sender: the rank of who has left the job, plus 1
     bint somebody_gone
+    int64_t *joined             # by rank: has called join(); rounds close without it
+    bint somebody_joined
     # Counters
     int64_t rounds
     int64_t bytes               # of closed rounds

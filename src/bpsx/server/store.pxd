@@ -2,12 +2,15 @@
 #
 # A round of a key opens with its first push and closes when each worker has pushed once. The sum is built as pushes come, or, with
 # fixed order, by rank: a push then waits, held, until all lower ranks have been added.
+#
+# Rounds are counted per worker: each push says the how many-th of its sender for this key it is. The counts part where somebody has
+# taken part in fewer rounds (join) and where nobody waits for anybody (asynchronous training).
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
-from bpsx.core.header cimport BROADCAST, DISAGREED, Header
-from bpsx.core.status cimport E_MISMATCH
+from bpsx.core.header cimport ASYNC, BROADCAST, DISAGREED, Header
+from bpsx.core.status cimport E_JOINED, E_MISMATCH
 from bpsx.kernels.abi cimport Kernels
 from bpsx.transports.abi cimport Message
 
@@ -20,6 +23,7 @@ cdef enum Verdict:
 
 cdef struct Share:
     # One worker's part in the open round.
+    uint32_t round              # which of its rounds of this key the worker is in; outlives the open round
     bint pushed
     uint64_t cookie
     Message *message            # held until its turn in fixed order; NULL: nothing held
@@ -30,12 +34,12 @@ cdef struct Entry:
     uint64_t nbytes
     uint8_t dtype
     Kernels *kernels
-    uint32_t round
     uint32_t pushed             # workers that have pushed in this round
     uint32_t added              # of which this many are in the sum
     uint32_t next_rank          # in fixed order: whose turn it is
     uint32_t divisor
     bint broadcast
+    bint seeding                # the result becomes `value`
     uint32_t opener             # the rank that opened the round and so chose the operation
     int status                  # < 0: the round has failed
     uint32_t detail_a, detail_b
@@ -45,6 +49,7 @@ cdef struct Entry:
     char *small                 # a small key's own memory for the same, nbytes
     char *wide                  # accumulator of the wide type, for half and 8-bit types of three and more workers
     char *sum                   # where the result is: first.body or small
+    char *value                 # what asynchronous pushes add to, nbytes; NULL: none yet, and so zeros
 
 
 cdef inline Entry *entry_new(uint64_t key, uint64_t nbytes, uint8_t dtype, Kernels *kernels, uint32_t workers) noexcept nogil:
@@ -66,12 +71,17 @@ cdef inline void entry_free(Entry *e) noexcept nogil:
     free(e.shares)
     free(e.small)
     free(e.wide)
+    free(e.value)
     free(e)
 
 
 cdef inline void open_next_round(Entry *e, uint32_t workers) noexcept nogil:
-    """Forget the round that has been answered. Messages must have been taken out before."""
-    e.round += 1
+    """Forget the round that has been answered: who pushed is one round further. Messages must have been taken out before."""
+    cdef uint32_t rank
+    for rank in range(workers):
+        if e.shares[rank].pushed:
+            e.shares[rank].round += 1
+            e.shares[rank].pushed = False
     e.pushed = 0
     e.added = 0
     e.next_rank = 0
@@ -79,12 +89,13 @@ cdef inline void open_next_round(Entry *e, uint32_t workers) noexcept nogil:
     e.named = False
     e.first = NULL
     e.sum = NULL
-    memset(e.shares, 0, workers * sizeof(Share))
 
 
 cdef inline Verdict count_push(Entry *e, Header *h, uint32_t workers) noexcept nogil:
     """Check a push against its key and count it. Looks at the header only."""
+    cdef Share *share = &e.shares[h.sender]
     cdef bint broadcast = (h.flags & BROADCAST) != 0
+    cdef bint seeding = (h.flags & ASYNC) != 0
     cdef uint64_t expected = e.nbytes
     cdef bint disagreed = (h.flags & DISAGREED) != 0
     if disagreed or broadcast and h.divisor != h.sender:
@@ -93,23 +104,24 @@ cdef inline Verdict count_push(Entry *e, Header *h, uint32_t workers) noexcept n
         return MALFORMED
     if broadcast and not disagreed and h.divisor >= workers:
         return MALFORMED
-    if h.round != e.round:
-        return REPEATED if h.round + 1 == e.round else MALFORMED
-    if e.shares[h.sender].pushed:
+    if h.round != share.round:
+        return REPEATED if h.round + 1 == share.round else MALFORMED
+    if share.pushed:
         return REPEATED
-    e.shares[h.sender].pushed = True
-    e.shares[h.sender].cookie = h.cookie
+    share.pushed = True
+    share.cookie = h.cookie
     e.pushed += 1
     if e.pushed == 1:
         e.divisor = h.divisor
         e.broadcast = broadcast
+        e.seeding = seeding
         e.opener = h.sender
     if disagreed and e.status == 0:
-        e.status = E_MISMATCH
+        e.status = E_MISMATCH if h.divisor != <uint32_t>h.priority else E_JOINED
         e.detail_a = h.divisor
         e.detail_b = <uint32_t>h.priority
         e.named = True
-    elif e.pushed > 1 and e.status == 0 and (e.divisor != h.divisor or e.broadcast != broadcast):
+    elif e.pushed > 1 and e.status == 0 and (e.divisor != h.divisor or e.broadcast != broadcast or e.seeding != seeding):
         e.status = E_MISMATCH
         e.detail_a = e.opener
         e.detail_b = h.sender
@@ -159,3 +171,17 @@ cdef inline int add(Entry *e, Message *m, char *body, uint32_t workers, bint *ke
     else:
         k.add(e.wide if widen else e.sum, body, n)
     return 0
+
+
+cdef inline void finish_sum(Entry *e, uint32_t workers) noexcept nogil:
+    """Do what `add` does with the last worker's push where that never comes: the others were joined, and count as zeros."""
+    cdef Kernels *k = e.kernels
+    cdef int64_t n = e.nbytes // k.itemsize
+    if e.added == 0 or e.added >= workers or e.nbytes == 0:
+        return
+    if e.added > 1 and k.wide_itemsize != k.itemsize and workers > 2:
+        memset(e.sum, 0, e.nbytes)
+        k.finish(e.sum, e.wide, e.sum, n, e.divisor)
+    elif e.divisor > 1:
+        k.divide(e.sum, n, e.divisor)
+    e.added = workers

@@ -14,7 +14,19 @@ except ModuleNotFoundError as _error:
 if not hasattr(_torch.Tensor, "register_post_accumulate_grad_hook"):
     raise ImportError(f"bpsx.torch needs PyTorch 2.1 or newer, this is {_torch.__version__}: pip install --upgrade torch", name="torch")
 
-from bpsx.api import barrier, get_pushpull_speed, init, local_rank, local_size, rank, shutdown, size  # noqa: E402
+from bpsx.api import (  # noqa: E402
+    barrier,
+    get_pushpull_speed,
+    init,
+    join,
+    local_rank,
+    local_size,
+    rank,
+    resume,
+    shutdown,
+    size,
+    suspend,
+)
 from bpsx.torch.broadcast import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
 from bpsx.torch.compression import Compression  # noqa: E402
 from bpsx.torch.exchange import GradientOrderError  # noqa: E402
@@ -35,6 +47,6 @@ byteps_push_pull = push_pull_async_inplace
 
 __all__ = [
     "Compression", "DistributedOptimizer", "GradientOrderError", "UnsupportedTensor", "barrier", "broadcast_optimizer_state",
-    "broadcast_parameters", "byteps_push_pull", "declare", "get_pushpull_speed", "init", "local_rank", "local_size", "poll", "push_pull",
-    "push_pull_async", "push_pull_async_inplace", "push_pull_inplace", "rank", "shutdown", "size", "synchronize",
+    "broadcast_parameters", "byteps_push_pull", "declare", "get_pushpull_speed", "init", "join", "local_rank", "local_size", "poll", "push_pull",
+    "push_pull_async", "push_pull_async_inplace", "push_pull_inplace", "rank", "resume", "shutdown", "size", "suspend", "synchronize",
 ]

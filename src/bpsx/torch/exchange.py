@@ -12,7 +12,7 @@ import torch
 from bpsx import _adapter
 from bpsx.dtypes import dtype_named
 from bpsx.errors import BpsxError
-from bpsx.torch.compression import Compressor
+from bpsx.torch.compression import Compressor, NoneCompressor
 from bpsx.torch.ops import Handle, check_tensor, check_writable, dtype_name, submit
 
 PREFIX = "Gradient."
@@ -41,14 +41,19 @@ class _Managed:
 
 
 class Exchange:
-    """Moves the gradients of one optimizer. The hooks that it hangs on parameters do not keep it alive."""
+    """Moves the gradients of one optimizer. The hooks that it hangs on parameters do not keep it alive.
+
+    ``active``: whether there is anybody to exchange with; followed through ``suspend`` and ``resume`` at every step.
+    """
+
+    asynchronous = False
 
     def __init__(
-        self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor], passes: int, active: bool,
+        self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor] | None, passes: int, active: bool,
     ) -> None:
         self.active = active
         self.synchronized = False       # every grad holds the average, and backward has added nothing since
-        self._compression, self._passes = compression, passes
+        self._compression, self._passes = compression or NoneCompressor, passes
         self._managed: list[_Managed] = []
         self.add(names, attach=False)
 
@@ -114,7 +119,8 @@ class Exchange:
 
     def complete(self) -> None:
         """Push what is missing, wait for everything. Raises the first failure, after the last push has ended."""
-        if not self.active:
+        self.active = _adapter.session().config.distributed     # resume() may have changed it
+        if not self.active and not self.under_way:
             return
         self.attach()
         failures = [self._try(self._push, m) for m in self._managed if m.parameter.requires_grad and m.pushed is None]

@@ -13,6 +13,7 @@ import torch
 
 from bpsx import _adapter
 from bpsx.errors import ConfigError
+from bpsx.torch.asynchronous import AsyncExchange
 from bpsx.torch.compression import Compression, Compressor
 from bpsx.torch.exchange import Exchange, GradientOrderError
 
@@ -39,10 +40,21 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     averages after it. A parameter that no worker has used gets a zero gradient, on which weight decay and momentum act. Frozen parameters
     are left alone; freezing or unfreezing must happen on all workers alike.
 
+    **Asynchronous training** (``BYTEPS_ENABLE_ASYNC=1``). Gradients stay on their worker. ``step()`` lets the optimizer step on them, pushes what
+    that has added to each parameter, which the servers add to the weights that they hold, and takes the weights as they are then: with the
+    other workers' steps up to that moment, and without waiting for them. The steps are added, not averaged, so N workers move the weights N
+    times as fast as one. The weights on the servers begin as worker 0's, at the first ``step()``, where all workers meet once; call
+    ``broadcast_parameters`` before training all the same, or the first gradient is of other weights. Optimizer state stays local.
+    ``synchronize()`` does nothing and ``skip_synchronize()`` changes nothing; ``backward_passes_per_step`` is checked and has no effect:
+    passes add up in ``grad`` until you call ``step()``. Frozen parameters are left alone; one that is unfrozen is seeded from worker 0 at
+    the next step, where all workers meet again. Compression is refused: what is pushed has to be of the weights' dtype. In half types a step
+    below half a unit in the weight's last place is lost, as it is on a single worker.
+
     Extra methods: ``synchronize()``, ``skip_synchronize()``, ``set_backward_passes_per_step(n)``. With a single worker (unless
     ``BYTEPS_FORCE_DISTRIBUTED``) nothing is pushed.
 
-    Raises :class:`ConfigError` (a :class:`ValueError`) for names given twice, parameters without a name, LBFGS;
+    Raises :class:`ConfigError` (a :class:`ValueError`) for names given twice, parameters without a name, LBFGS, compression in
+    asynchronous training;
     :class:`~bpsx.torch.UnsupportedTensor` and :class:`~bpsx.dtypes.UnsupportedDType` for parameters that cannot be sent;
     :class:`~bpsx.errors.NotInitializedError`. ``backward()`` raises :class:`UnsupportedTensor` for sparse gradients and
     :class:`GradientOrderError` if it runs again before ``step()``; ``step()`` raises whatever made a push fail, as
@@ -54,7 +66,12 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
         raise ConfigError("DistributedOptimizer: LBFGS evaluates its closure several times in a step, with other weights each time, so its "
                           "gradients cannot be averaged once per step; use a first-order optimizer (SGD, Adam, …)")
     names = _names_of(optimizer, named_parameters)
-    exchange = Exchange(names, compression, _checked_passes(backward_passes_per_step), _adapter.session().config.distributed)
+    passes = _checked_passes(backward_passes_per_step)
+    config = _adapter.session().config
+    if config.asynchronous and compression is not Compression.none:
+        raise ConfigError(f"DistributedOptimizer: compression={compression.__name__} with BYTEPS_ENABLE_ASYNC=1: servers add to the weights "
+                          "themselves, so only Compression.none is possible")
+    exchange = AsyncExchange(names, passes) if config.asynchronous else Exchange(names, compression, passes, config.distributed)
     scheduled = _take_patched_step(optimizer)
     base = type(optimizer)
     optimizer.__class__ = type(base.__name__, (_DistributedOptimizer, base), {"__module__": base.__module__, "__doc__": base.__doc__})
@@ -73,7 +90,7 @@ if TYPE_CHECKING:
 
         param_groups: list[dict[str, Any]]
 
-        def step(self) -> Any:
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
             raise NotImplementedError
 
         def zero_grad(self, set_to_none: bool = True) -> None:
@@ -114,6 +131,8 @@ class _DistributedOptimizer(_Base):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluate ``closure`` once, if given, wait for the averaged gradients, and step. Returns the closure's result."""
+        if isinstance(self._exchange, AsyncExchange):
+            return self._exchange.step(super().step, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,0 +1,108 @@
+"""Asynchronous training of one optimizer: it steps on this worker's own gradients, and the change of the weights is what travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bpsx import _adapter
+from bpsx.dtypes import dtype_named
+from bpsx.torch.exchange import Exchange
+from bpsx.torch.ops import Handle, check_tensor, check_writable, dtype_name, is_plain, mark_written, plain_copy, submit, view_of
+
+PREFIX = "Async."
+
+
+class AsyncExchange(Exchange):
+    """Moves the weights of one optimizer. No hooks: backward is this worker's own affair.
+
+    The servers hold the weights. They begin as worker 0's at the first step, for which all workers wait; no later step waits for anybody.
+    """
+
+    asynchronous = True
+
+    def __init__(self, names: list[tuple[str, torch.Tensor]], passes: int) -> None:
+        self._before: dict[int, torch.Tensor] = {}      # by parameter: its weights before the step, then what the step has added
+        self._seeded: set[int] = set()
+        self._session: object = None                    # in whose servers those are
+        super().__init__(names, None, passes, active=False)
+
+    def add(self, names: list[tuple[str, torch.Tensor]], attach: bool = True) -> None:
+        """Take charge of parameters, each less urgent than all before it."""
+        super().add(names, attach=False)
+        for managed in self._managed:
+            if managed.parameter.requires_grad:
+                what = f"parameter {managed.name!r}"
+                check_tensor(managed.parameter, what)
+                check_writable(managed.parameter, what)
+                dtype_named(dtype_name(managed.parameter), what)
+            _adapter.session().declare(PREFIX + managed.name)
+
+    def complete(self) -> None:
+        """Nothing: gradients are not exchanged."""
+
+    def step(self, base: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        """Let ``base`` step, push what that has added to each weight, and take what the servers have then. Raises the first failure, after
+        the last push has ended."""
+        self._seed()
+        ours = [m for m in self._managed if m.parameter.requires_grad]
+        with torch.no_grad():
+            for managed in ours:
+                parameter = managed.parameter.detach()
+                before = self._before.get(id(managed.parameter))
+                if before is None or before.shape != parameter.shape or before.dtype != parameter.dtype:
+                    before = self._before[id(managed.parameter)] = torch.empty(parameter.shape, dtype=parameter.dtype)
+                before.copy_(parameter)
+        result = base(closure)
+        handles: list[Handle] = []
+        failures: list[Exception] = []
+        for managed in ours:
+            parameter = managed.parameter.detach()
+            change = self._before[id(managed.parameter)]
+            with torch.no_grad():
+                torch.sub(parameter, change, out=change)
+            try:
+                handles.append(submit(change, parameter, PREFIX + managed.name, average=False, priority=managed.priority))
+            except Exception as e:
+                failures.append(e)
+        self._wait(handles, failures)
+        for managed in ours:
+            mark_written(managed.parameter)
+        return result
+
+    def _seed(self) -> None:
+        """Give the servers worker 0's weights, and every worker too. Only what is new since the last time."""
+        session = _adapter.session()
+        if self._session is not session:    # after resume() the servers are others
+            self._session, self._seeded = session, set()
+        new = [m for m in self._managed if m.parameter.requires_grad and id(m.parameter) not in self._seeded]
+        handles: list[Handle] = []
+        failures: list[Exception] = []
+        staged = []
+        for managed in new:
+            stage = plain_copy(managed.parameter)
+            staged.append((managed.parameter, stage))
+            try:
+                handles.append(session.broadcast(PREFIX + managed.name, view_of(stage, dtype_name(stage)), 0))
+            except Exception as e:
+                failures.append(e)
+        self._wait(handles, failures)
+        with torch.no_grad():
+            for parameter, stage in staged:
+                if not is_plain(parameter):
+                    parameter.detach().copy_(stage)
+                else:
+                    mark_written(parameter)
+        self._seeded.update(id(m.parameter) for m in new)
+
+    @staticmethod
+    def _wait(handles: list[Handle], failures: list[Exception]) -> None:
+        for handle in handles:
+            try:
+                handle.wait()
+            except Exception as e:
+                failures.append(e)
+        if failures:
+            raise failures[0]
