@@ -39,8 +39,11 @@ class Handle:
 class Core:
     """The state machine of a worker's partitions over one endpoint. Thread-safe."""
 
-    def __init__(self, endpoint: Any, *, rank: int, job: int, lanes: int, credit: int, spin_us: float) -> None:
-        """``endpoint``: an object with ``abi()``; ``credit``: bytes in flight per lane, 0 for no bound."""
+    def __init__(
+        self, endpoint: Any, *, rank: int, job: int, lanes: int, credit: int, spin_us: float, telemetry: bool = True, watch: Any = None,
+    ) -> None:
+        """``endpoint``: an object with ``abi()``; ``credit``: bytes in flight per lane, 0 for no bound; ``telemetry``: count the bytes that came
+        home; ``watch``: a :class:`bpsx._watch.Watcher`."""
     @property
     def pid(self) -> int:
         """The process that made it."""
@@ -79,6 +82,8 @@ class Core:
         """End every push_pull, present and future. The first failure wins."""
     def waiting(self, age_s: float) -> list[tuple[str, int, int, float]]:
         """(name, generation, round, seconds) of push_pulls older than ``age_s`` seconds, the oldest first."""
+    def gauges(self) -> dict[str, int]:
+        """What is under way: push_pulls, partitions that wait to be sent, bytes in flight."""
     def counters(self) -> dict[str, int]:
         """What has been moved so far."""
     def settle(self, seconds: float) -> None:

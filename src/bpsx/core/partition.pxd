@@ -19,6 +19,7 @@ cdef struct Partition:
     uint32_t round
     uint8_t stage               # position in the tensor's list of stages
     bint registered             # the lane has been told about this key
+    int64_t entered_ns          # its present stage, where it is recorded
     Tensor *tensor
 
 cdef struct Tensor:
@@ -34,6 +35,8 @@ cdef struct Tensor:
     uint32_t name_bytes
     Task *current               # the task whose partitions are under way
     int64_t started_ns          # when that was submitted
+    uint32_t step               # of the present task, counted from 1; with `watched` only
+    uint8_t recorded            # the recordings that it belongs to (core/watch.pxd)
     Task *first_waiting         # later tasks on the same tensor: one round after another
     Task *last_waiting
     Tensor *next                # all tensors of the core

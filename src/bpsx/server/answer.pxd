@@ -7,6 +7,7 @@ from libc.string cimport memcpy, memset
 from bpsx.core.header cimport ANSWER, BATCH_BYTES, ERROR, HEADER_BYTES, INLINE, INLINE_BYTES, PONG, Header, header_init, padded
 from bpsx.core.sync cimport atomic_add
 from bpsx.server.lane cimport Lane, Out
+from bpsx.server.notes cimport note_closed, note_closing
 from bpsx.server.store cimport Entry, open_next_round
 from bpsx.transports.abi cimport Message
 
@@ -41,6 +42,8 @@ cdef inline void flush(Lane *lane, uint32_t rank) noexcept nogil:
     if out.frame == NULL:
         return
     lane.endpoint.send(lane.endpoint.self, rank, out.frame, out.size, frame_done, NULL, NULL, 0, NULL, NULL)
+    if lane.watch != NULL:
+        lane.watch.sent += out.size
     out.frame = NULL
     out.size = 0
     lane.messages_out += 1
@@ -115,6 +118,8 @@ cdef inline void answer_large(Lane *lane, Entry *e) noexcept nogil:
         h.length = e.nbytes
         lane.endpoint.send(
             lane.endpoint.self, rank, &h, HEADER_BYTES, NULL, NULL, e.sum, e.nbytes, result_done, r)
+        if lane.watch != NULL:
+            lane.watch.sent += HEADER_BYTES + e.nbytes
         lane.messages_out += 1
 
 
@@ -141,6 +146,8 @@ cdef inline void fail_round(Lane *lane, Entry *e) noexcept nogil:
 
 cdef inline void close_round(Lane *lane, Entry *e) noexcept nogil:
     """Everybody has pushed: answer, and open the next round."""
+    if lane.watch != NULL:
+        note_closing(lane, e)
     if e.status == 0:
         if e.first != NULL and e.nbytes > INLINE_BYTES:
             answer_large(lane, e)
@@ -151,4 +158,6 @@ cdef inline void close_round(Lane *lane, Entry *e) noexcept nogil:
     else:
         fail_round(lane, e)
         let_go(lane, e.first)
+    if lane.watch != NULL:
+        note_closed(lane, e)
     open_next_round(e, lane.workers)

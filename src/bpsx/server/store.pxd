@@ -44,6 +44,12 @@ cdef struct Entry:
     char *small                 # a small key's own memory for the same, nbytes
     char *wide                  # accumulator of the wide type, for half and 8-bit types of three and more workers
     char *sum                   # where the result is: first.body or small
+    # For those who watch (server/notes.pxd):
+    int64_t opened_ns           # the open round's first push
+    int64_t latest_ns           # ... and its latest one, by this worker
+    uint32_t latest
+    int64_t closing_ns
+    uint8_t recorded            # the recordings that the round belongs to
 
 
 cdef inline Entry *entry_new(uint64_t key, uint64_t nbytes, uint8_t dtype, Kernels *kernels, uint32_t workers) noexcept nogil:
