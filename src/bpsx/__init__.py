@@ -34,6 +34,8 @@ if TYPE_CHECKING:
         shutdown,
         size,
         synchronize,
+        trace_start,
+        trace_stop,
     )
 
 __version__ = "0.1.0"
@@ -41,7 +43,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BpsxError", "ConfigError", "Handle", "MismatchError", "NotInitializedError", "PeerLeftError", "PeerLostError", "RendezvousError",
     "StallError", "TransportError", "barrier", "broadcast", "declare", "get_pushpull_speed", "init", "local_rank", "local_size", "poll",
-    "push_pull", "push_pull_async", "rank", "shutdown", "size", "synchronize",
+    "push_pull", "push_pull_async", "rank", "shutdown", "size", "synchronize", "trace_start", "trace_stop",
 ]
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from bpsx import errors
 from bpsx._core import Core, Handle, Tensor
+from bpsx._watch import monotonic_ns
 from bpsx.config import Config
 from bpsx.dtypes import dtype_named
 from bpsx.host import keep_memory, own_host
@@ -19,10 +20,12 @@ from bpsx.pipeline import stages_for
 from bpsx.placement import PARTS_PER_TENSOR
 from bpsx.rendezvous.client import Link
 from bpsx.rendezvous.messages import MAX_NAME
+from bpsx.reporting import Reporter
 from bpsx.transports import open_endpoint
 from bpsx.transports.loopback import LoopbackEndpoint
 
 log = logging.getLogger("bpsx.session")
+connections = logging.getLogger("bpsx.connections")
 BARRIER = "bpsx.barrier"
 #: Tensors named in one stall report.
 MOST_REPORTED = 256
@@ -88,12 +91,13 @@ class Session:
         self._reported = False
         self._endpoint: Any
         self._core: Core
+        self.reporter = Reporter(config, "worker", self.rank, own_host(config) if config.distributed else "")
         if config.distributed:
             keep_memory(config.keep_memory)
             self._join()
         else:
             self._endpoint = LoopbackEndpoint()
-            self._core = Core(self._endpoint, rank=0, job=0, lanes=0, credit=0, spin_us=0)
+            self._core = Core(self._endpoint, rank=0, job=0, lanes=0, credit=0, spin_us=0, telemetry=config.telemetry)
 
     # ---- coming together
 
@@ -110,7 +114,7 @@ class Session:
                 self._endpoint.connect(i, address)
             credit = self.config.scheduling_credit * whole_pages(self.config.partition_bytes)
             self._core = Core(self._endpoint, rank=self.rank, job=welcome["job"], lanes=len(lanes), credit=credit,
-                              spin_us=self.config.spin_us)
+                              spin_us=self.config.spin_us, telemetry=self.config.telemetry, watch=self.reporter.watchers[0])
             watched = self._endpoint.watch()
             self._greet(link)
         except BaseException:
@@ -121,6 +125,7 @@ class Session:
             raise
         self._link = link
         self._core.start()
+        self.reporter.attach(link.send, lambda: {**self._core.counters(), **self._core.gauges()})
         link.start(self._handle, lost=self._peer_lost, tick=self._tick, watch=(watched, self._look_for_broken))
 
     def _greet(self, link: Link) -> None:
@@ -129,6 +134,7 @@ class Session:
         while True:
             silent = self._core.greet(0.5)
             if not silent:
+                connections.info("connected to %s", ", ".join(self._lane_name(i) for i in range(len(self._lanes))))
                 return
             message = link.news()
             if message is not None and message["type"] == "LOST":
@@ -153,6 +159,8 @@ class Session:
             log.warning("%s", message["text"])
         elif kind == "LOST":
             self._peer_lost(message["text"])
+        else:
+            self.reporter.handle(message)
 
     def _placed(self, name: str, generation: int, places: list[tuple[int, int, int]]) -> None:
         with self._lock:
@@ -161,6 +169,7 @@ class Session:
                 return
             spans = partition(declared.nbytes, self.config.partition_bytes)
             parts = [(key, lane, slot, span.offset, span.length) for (key, lane, slot), span in zip(places, spans, strict=True)]
+            self.reporter.name(name, (key for key, _, _ in places))
             tensor = Tensor(name, declared.dtype, parts, stages_for("cpu"), generation)
             for handle in declared.pending:
                 self._core.release(handle, tensor)
@@ -206,6 +215,7 @@ class Session:
         for lane in self._endpoint.lost():
             if self._broken is None:
                 where = self._lane_name(lane) if lane >= 0 else "a server"
+                connections.info("the connection to %s is gone", where)
                 self._broken = (time.monotonic(), f"{where} is gone: its connection broke")
 
     def _tick(self) -> None:
@@ -213,6 +223,7 @@ class Session:
         if self._broken is not None and not self._failure and time.monotonic() - self._broken[0] >= VERDICT_SECONDS:
             self._peer_lost(self._broken[1])
         self._core.reap()
+        self.reporter.tick()
         waiting = self._core.waiting(min(1.0, self.config.stall_warn / 2))
         if self._link is not None and (waiting or self._reported):
             self._reported = bool(waiting)
@@ -271,7 +282,9 @@ class Session:
         handle = self._core.prepare(name, nbytes, source, target, divisor=divisor, broadcast=broadcast, priority=priority, owner=owner,
                                     result=result)
         if self._link is None:
+            begin = monotonic_ns()
             self._core.copy_through(handle, nbytes)     # a single worker: the sum is what it pushed
+            self.reporter.copied(name, begin, nbytes)
             return handle
         with self._lock:
             self._first_sight(handle, name, shape, dtype, nbytes)
@@ -327,6 +340,8 @@ class Session:
 
     def speed(self) -> tuple[float, float]:
         """(milliseconds since the epoch, MB/s): tensor bytes that came home since the last call per second in which any were under way."""
+        if not self.config.telemetry:
+            return 0.0, 0.0
         counters = self._core.counters()
         nbytes, busy = counters["tensor_bytes"], counters["busy_ns"]
         before, self._speed_mark = self._speed_mark, (nbytes, busy)
@@ -361,6 +376,7 @@ class Session:
         try:
             self._take_leave(failure)
         finally:
+            self.reporter.close()
             self._end_pending(-6, "bpsx was shut down while this was under way")
             self._core.close()
             if self._link is not None:

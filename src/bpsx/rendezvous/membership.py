@@ -177,6 +177,10 @@ class Membership:
         out: list[Output] = [(live[r].ident, {"type": "WARN", "text": text}) for r, text in self._stalls.warnings(sorted(live), now) if r in live]
         return out + self._end_deadlock(list(live.values()))
 
+    def waits(self, rank: int) -> list[tuple[str, int, float]]:
+        """What worker ``rank`` has waited for too long: see :meth:`Stalls.waits`."""
+        return self._stalls.waits(rank)[:8]
+
     def _end_deadlock(self, live: list[Node]) -> list[Output]:
         """Fail what nobody will ever get, on everybody: a declaration given up by one worker alone would leave its push in the sum."""
         stuck = self._stalls.deadlock([w.rank for w in live])
