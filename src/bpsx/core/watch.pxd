@@ -150,6 +150,8 @@ cdef extern from *:
         default: snprintf(out, size, "?");
         }
     }
+    static const char *const bpsx_dtypes[9] = {"?", "float16", "bfloat16", "float32", "float64", "uint8", "int8", "int32", "int64"};
+    static const char *bpsx_dtype(uint32_t code) { return bpsx_dtypes[code < 9 ? code : 0]; }
     static const int bpsx_itemsize[9] = {1, 2, 2, 4, 8, 1, 1, 4, 8};
 
     /* Says "<what>: first <x> last <y>" of the elements in memory. */
@@ -166,6 +168,7 @@ cdef extern from *:
     }
     """
     void say "bpsx_say"(const char *who, bint show_time, const char *format, ...) noexcept nogil
+    const char *dtype_name "bpsx_dtype"(uint32_t code) noexcept nogil
     void say_values "bpsx_values"(
         const char *who, bint show_time, const char *what, uint64_t key, uint32_t step, int dtype, const char *at, uint64_t bytes,
     ) noexcept nogil

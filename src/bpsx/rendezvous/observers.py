@@ -8,6 +8,7 @@ none of this traffic, and an observer that dies leaves nothing behind.
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
 from bpsx.rendezvous.membership import Membership, Output
@@ -28,7 +29,8 @@ class Observers:
         self._host = host
         self._asked = -RENEW
         self._stats: dict[bytes, dict[str, Any]] = {}
-        self._traced: list[dict[str, Any]] = []
+        self._traced: deque[dict[str, Any]] = deque(maxlen=_MOST_TRACED)
+        self._traced_count = 0
         self._started = time.time()
 
     def handle(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
@@ -45,8 +47,10 @@ class Observers:
         node = self._members.nodes.get(ident)
         if node is not None and m["type"] == "STATS":
             self._stats[ident] = {"at": m["at"], "here": now, "values": m["values"], "late": m["late"]}
-        elif node is not None and len(self._traced) < _MOST_TRACED:
-            self._traced.append({"role": node.role, "rank": node.rank, "host": node.host, "path": m["path"], "records": m["records"]})
+        elif node is not None:
+            self._traced_count += 1
+            self._traced.append({"number": self._traced_count - 1, "role": node.role, "rank": node.rank, "host": node.host,
+                                 "path": m["path"], "records": m["records"]})
         return []
 
     def _live(self) -> list[Any]:
@@ -66,7 +70,7 @@ class Observers:
         """The job as it is known now: plain data."""
         members = self._members
         nodes = []
-        for node in sorted(list(members.nodes.values()), key=lambda n: (n.role != "worker", n.rank)):
+        for node in sorted(members.nodes.values(), key=lambda n: (n.role != "worker", n.rank)):
             found = self._stats.get(node.ident)
             state = "left" if node.left else "running" if members.state == "running" else members.state
             nodes.append({
@@ -79,4 +83,5 @@ class Observers:
             "state": members.state, "failure": members.failure, "missing": members.missing() if members.state == "waiting" else [],
             "workers": members.size, "servers": members.num_server, "host": self._host, "seconds": round(time.time() - self._started, 1),
             "tensors": len(members.registry) if members.registry is not None else 0, "nodes": nodes, "traced": list(self._traced),
+            "traced_count": self._traced_count,
         }

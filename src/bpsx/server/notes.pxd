@@ -6,7 +6,7 @@ from libc.string cimport memcpy
 from bpsx.core.header cimport Header
 from bpsx.core.sync cimport atomic_load, atomic_store, now_ns
 from bpsx.core.watch cimport (
-    RECEIVE, ROUND, SEND, SUM, Named, Watch, put, recording, say, say_values, wants_values, watched,
+    RECEIVE, ROUND, SEND, SUM, Named, Watch, dtype_name, put, recording, say, say_values, wants_values, watched,
 )
 from bpsx.server.lane cimport Lane
 from bpsx.server.store cimport Entry
@@ -37,7 +37,7 @@ cdef inline void note_key(Watch *w, Header *h, const char *name) noexcept nogil:
     n.name[h.length] = 0
     atomic_store(&w.named, <int64_t>n)
     if w.keys:
-        say(w.who, w.show_time, b"key %llu is %s: dtype code %u, %llu bytes", <big>h.key, n.name, <uint32_t>h.dtype, <big>h.cookie)
+        say(w.who, w.show_time, b"key %llu is %s: %s, %llu bytes", <big>h.key, n.name, dtype_name(h.dtype), <big>h.cookie)
 
 
 cdef inline int64_t note_push(Lane *lane, Entry *e, Header *h, const char *body) noexcept nogil:
