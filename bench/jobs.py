@@ -128,11 +128,11 @@ def closing_all(children: Iterable[Child]) -> Iterator[list[Child]]:
 class Job:
     """A bpsx job on this machine: a scheduler, servers, and workers that run :mod:`bench.worker`. A context manager."""
 
-    def __init__(self, workers: int = 2, servers: int = 1, transport: str | None = None) -> None:
+    def __init__(self, workers: int = 2, servers: int = 1, transport: str | None = None, environment: Mapping[str, str] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="bpsx-bench-")
         self._stack = contextlib.ExitStack()
         self._common = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NODE_HOST": "127.0.0.1", "DMLC_NUM_WORKER": str(workers),
-                        "DMLC_NUM_SERVER": str(servers), "BYTEPS_FORCE_DISTRIBUTED": "1"}
+                        "DMLC_NUM_SERVER": str(servers), "BYTEPS_FORCE_DISTRIBUTED": "1", **(environment or {})}
         if transport is not None:
             self._common["DMLC_ENABLE_RDMA"] = transport
         self._counts = workers, servers

@@ -20,7 +20,7 @@ from bpsx.errors import RendezvousError
 from bpsx.launch.observe import Observer, add_job_arguments, find
 
 _HEAD = ("role", "rank", "host", "pid", "state", "in MB/s", "out MB/s", "push_pulls/s", "rounds/s", "queue", "waiting")
-#: Below this share of the time a worker's lateness is not worth a word.
+#: Seconds waited per second below which a worker's lateness is not worth a word.
 _NOTABLE = 0.01
 
 
@@ -43,8 +43,8 @@ class Rates:
                 rates = {k: (v - before["values"].get(k, 0)) / seconds for k, v in node["values"].items()}
                 for rank, (new, old) in enumerate(zip(node["late"], before["late"], strict=False)):
                     found = late.setdefault(rank, [0.0, 0.0])
-                    found[0] += new[0] - old[0]
-                    found[1] = max(found[1], (new[1] - old[1]) / 1e9 / seconds)
+                    found[0] += (new[0] - old[0]) / seconds
+                    found[1] += (new[1] - old[1]) / 1e9 / seconds
             made = {**node, "rates": rates if node["state"] == "running" else {}}
             nodes.append(made)
             if not before or not before["at"] or seconds > 0:
@@ -55,13 +55,15 @@ class Rates:
 
 
 def slowest(late: Mapping[int, Sequence[float]]) -> dict[str, Any] | None:
-    """The worker for which the others waited longest. ``late``: rank -> (rounds in which it was last, seconds that were waited for it per
-    second, on the server where that was most)."""
+    """The worker for which rounds waited longest. ``late``: rank -> (rounds in which it was last, seconds that these waited for it), per
+    second. ``share``: of all rounds; ``behind``: seconds after the last but one, on average over these."""
     if not late:
         return None
     rank = max(late, key=lambda r: late[r][1])
     rounds = sum(x[0] for x in late.values())
-    return {"rank": rank, "share": late[rank][0] / rounds, "waited": late[rank][1]} if rounds and late[rank][1] >= _NOTABLE else None
+    if not late[rank][0] or late[rank][1] < _NOTABLE:
+        return None
+    return {"rank": rank, "share": late[rank][0] / rounds, "behind": late[rank][1] / late[rank][0]}
 
 
 def lines(view: Mapping[str, Any], where: str) -> list[str]:
@@ -76,8 +78,8 @@ def lines(view: Mapping[str, Any], where: str) -> list[str]:
         out.append("missing: " + ", ".join(view["missing"]))
     late = view.get("slowest")
     if late:
-        out.append(f"slowest: worker {late['rank']}, last to push in {late['share']:.0%} of the rounds; the others waited for it "
-                   f"{late['waited'] * 100:.0f} % of the time")
+        out.append(f"slowest: worker {late['rank']}, last to push in {late['share']:.0%} of the rounds, on average "
+                   f"{late['behind'] * 1000:.1f} ms after the one before it")
     elif view["state"] == "running":
         out.append("slowest: no worker keeps the others waiting")
     for node in view["nodes"]:
