@@ -76,8 +76,12 @@ def exposition(view: Mapping[str, Any]) -> str:
             lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}"]
         for labels, value in samples:
             inside = ",".join(f'{name}="{escaped(text)}"' for name, text in labels)
-            lines.append(f"{metric.name}{{{inside}}} {value:.15g}")
+            lines.append(f"{metric.name}{{{inside}}} {_number(value)}")
     return "\n".join(lines) + "\n"
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(value)
 
 
 def _samples(metric: Metric, view: Mapping[str, Any]) -> Iterator[tuple[Labels, float]]:
