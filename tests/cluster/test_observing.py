@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import DEADLINE, Job, run
 from launching import local_words, words
-from traces import load
 
 from bpsx.launch import record
+from jobs import DEADLINE, Job, run
+from traces import load
 
 # Worker 1 is slow. Runs until told to end, by a line to worker 0, and all in the same step.
 LOOP = """
@@ -105,8 +105,12 @@ def test_an_observer_that_is_killed_leaves_the_job_alone():
 
 
 def test_top_while_the_job_gathers():
-    with Job("", workers=2, servers=0) as job:
+    job = Job("")
+    try:
+        job.start_scheduler()
         text = said(launcher(job, "top", "--once"))
+    finally:
+        job.__exit__()
     assert "waiting" in text and "missing: " in text and "worker 0" in text
 
 
@@ -138,8 +142,13 @@ def test_top_in_a_terminal_puts_it_back_as_it_was(way):
     with looping() as job:
         process = subprocess.Popen(words("top", "--scheduler", f"127.0.0.1:{job.port}", "--interval", "0.2"), stdin=theirs, stdout=theirs,
                                    stderr=theirs, start_new_session=True)
-        with changed:
-            assert changed.wait_for(lambda: b"slowest: worker 1" in seen, DEADLINE), bytes(seen)
+        try:
+            with changed:
+                assert changed.wait_for(lambda: b"slowest: worker 1" in seen, DEADLINE), bytes(seen)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
         if way == "q":
             os.write(ours, b"q")
         elif way == "interrupt":
@@ -214,7 +223,8 @@ def test_a_local_job_is_found_and_its_record_goes_with_it(tmp_path, monkeypatch)
     worker = tmp_path / "worker.py"
     worker.write_text("import sys, os, time\ndef report(x): print(x, flush=True)\n" + LOOP.replace(
         "bool(select.select([sys.stdin], [], [], 0)[0])", f"os.path.exists({str(tmp_path / 'stop')!r})"))
-    env = {**{k: v for k, v in os.environ.items() if not k.startswith("DMLC_")}, "BPSX_SECRET": "s" * 32, "BYTEPS_TRACE_DIR": str(tmp_path / "traces")}
+    env = {**{k: v for k, v in os.environ.items() if not k.startswith("DMLC_")}, "BPSX_SECRET": "s" * 32,
+           "BYTEPS_TRACE_DIR": str(tmp_path / "traces")}
     with subprocess.Popen(local_words(sys.executable, str(worker)), env=env, stdout=subprocess.PIPE, text=True) as job:
         try:
             assert job.stdout is not None

@@ -10,10 +10,10 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from jobs import Job, run
-from traces import about, load
 
 from bpsx import timeline
+from jobs import Job, run
+from traces import about, load
 
 STEPS = """
 import numpy as np, bpsx, time
@@ -172,7 +172,8 @@ def test_names_with_quotes_and_foreign_letters(tmp_path):
 def test_a_single_worker_traces_too(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", "import numpy as np, bpsx\nbpsx.init()\nfor _ in range(5): bpsx.push_pull(np.ones(4, np.float32), name='x')\n"],
-        env={**{k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_"))}, "DMLC_NUM_WORKER": "1", "BYTEPS_TRACE_ON": "1", "BYTEPS_TRACE_START_STEP": "2", "BYTEPS_TRACE_END_STEP": "4",
+        env={**{k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_"))}, "DMLC_ROLE": "worker",
+             "DMLC_NUM_WORKER": "1", "BYTEPS_TRACE_ON": "1", "BYTEPS_TRACE_START_STEP": "2", "BYTEPS_TRACE_END_STEP": "4",
              "BYTEPS_TRACE_DIR": str(tmp_path)}, timeout=90)
     assert done.returncode == 0
     events = load(tmp_path / "0/comm.json")

@@ -141,8 +141,8 @@ def _pause(seconds: float, keys: bool) -> bool:
 
 
 def _draw(text: Sequence[str]) -> None:
-    size = os.get_terminal_size(sys.stdout.fileno())
-    shown = [line[:size.columns] for line in text[:max(size.lines - 1, 1)]]
+    size = os.get_terminal_size(sys.stdout.fileno())        # 0 and 0 if the terminal does not know
+    shown = [line[:size.columns or None] for line in text[:max((size.lines or 25) - 1, 1)]]
     sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in shown) + "\x1b[J")
     sys.stdout.flush()
 

@@ -54,7 +54,13 @@ class Hub:
             stall_warn=config.stall_warn, deadlock_after=config.deadlock_after,
         )
         self._observers = Observers(self._members, config.root_uri)
-        self._exporter: Exporter | None = None
+        try:
+            self._exporter = Exporter.serving(config.metrics_port, self._observers)
+        except TransportError:
+            self._socket.disable_monitor()
+            self._context.destroy(0)
+            os.close(self._wake)
+            raise
 
     def _bind(self) -> int:
         host = self._config.root_uri
@@ -91,7 +97,6 @@ class Hub:
     def run(self) -> int:
         """Serve until the job is over. Returns 0 if all workers left in good order, else 1."""
         try:
-            self._exporter = Exporter.serving(self._config.metrics_port, self._observers)
             self._gather()
             if self._members.state == "running":
                 log.info("the job is complete: %s", names(self._members.present()))
