@@ -153,6 +153,11 @@ class Job:
         self._folder.cleanup()
 
     @property
+    def environment(self) -> dict[str, str]:
+        """Where the job's scheduler is, as variables."""
+        return dict(self._common)
+
+    @property
     def pids(self) -> dict[str, int]:
         """Process numbers by role and index."""
         assert self.scheduler is not None

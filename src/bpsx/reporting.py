@@ -200,7 +200,12 @@ class Reporter:
             return True
 
     def _trace_for(self, seconds: float) -> None:
-        if not self.start(seconds) and self._send is not None:
+        """Somebody elsewhere wants a recording for ``seconds``; less than 0: it is enough."""
+        if seconds < 0:
+            with self._lock:
+                if self._live_until:        # not one that this process's script has begun
+                    self._end_live()
+        elif not self.start(seconds) and self._send is not None:
             self._send("TRACED", path="", records=0)
 
     def stop(self) -> Path | None:

@@ -157,10 +157,16 @@ def _process(pid: int, title: str, made: list[dict[str, Any]]) -> list[dict[str,
         out.append({**e, "pid": pid, "tid": tid})
     # A tensor's rows stay together, its total first, in the order in which tensors appear.
     order = {tensor: i for i, tensor in enumerate(dict.fromkeys(t for t, _ in rows))}
-    for i, ((tensor, part), tid) in enumerate(sorted(rows.items(), key=lambda item: (order[item[0][0]], item[0][1] != "total", item[1]))):
+    for i, ((tensor, part), tid) in enumerate(sorted(rows.items(), key=lambda item: (order[item[0][0]], _place(item[0][1])))):
         out.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": f"{tensor}: {part}"}})
         out.append({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": i}})
     return out
+
+
+def _place(row: str) -> tuple[int, str]:
+    """Where a row stands among its tensor's: the total first, then by key, on servers with the workers below."""
+    key, _, rest = row.partition(" ")
+    return (int(key) if key.isdigit() else -1, rest)
 
 
 def merge_to(folder: Path, path: Path) -> int:

@@ -161,7 +161,7 @@ def test_the_clock_is_told_to_anybody():
 @pytest.mark.parametrize("message", [
     stats(**{"x": "1"}), stats(**{"x": True}), stats(**{"x": 1.5}), stats(**{"x" * 64: 1}), stats(x=2**64), stats(late=[(1,)]), stats(late=[(1, -1)]),
     stats(late=[("a", 1)]), {**stats(), "at": -1}, {**stats(), "values": []}, {**stats(), "late": {}}, {**OBSERVE, "trace": 3601},
-    {**OBSERVE, "trace": -1}, {**OBSERVE, "trace": True}, {"type": "OBSERVE"}, {"type": "CLOCK", "at": None},
+    {**OBSERVE, "trace": -2}, {**OBSERVE, "trace": True}, {"type": "OBSERVE"}, {"type": "CLOCK", "at": None},
     {"type": "TRACED", "path": 3, "records": 0},
 ])
 def test_messages_that_make_no_sense_are_refused(message):

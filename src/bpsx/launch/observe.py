@@ -63,7 +63,8 @@ class Observer:
         self._socket.connect(tcp_url(address, config.root_port))
 
     def ask(self, *, trace: int = 0, timeout: float = ANSWER) -> dict[str, Any]:
-        """The job's present state: the VIEW that ``rendezvous/observers.py`` makes. ``trace``: have all nodes record for so many seconds.
+        """The job's present state: the VIEW that ``rendezvous/observers.py`` makes. ``trace``: have all nodes record for so many seconds; -1: that
+        they end what they were told so.
 
         Raises :class:`~bpsx.errors.RendezvousError` when no answer comes in time, or the scheduler refuses.
         """
@@ -103,7 +104,7 @@ def _trace_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("bpsx-run trace", description="Record a timeline of a running job, or join the timelines of one.",
                                      epilog="Each process writes into its own BYTEPS_TRACE_DIR, on its own machine; see docs/tracing.md.")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--seconds", type=float, metavar="N", help="record for N seconds (1..3600), from now on")
+    what.add_argument("--seconds", type=float, metavar="N", help="record for N seconds (1..3600), from now on; Ctrl-C ends it early")
     what.add_argument("--merge", type=Path, metavar="DIR", help="join all comm.json in DIR and below into DIR/merged.json")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="with --merge: write this file instead")
     add_job_arguments(parser)
@@ -132,7 +133,10 @@ def _record(observer: Observer, seconds: int) -> int:
     asked = {(n["role"], n["rank"]) for n in view["nodes"] if n["state"] == "running"}
     print(f"recording {len(asked)} processes for {seconds} s", file=sys.stderr)
     end = time.monotonic() + seconds + WRITTEN
-    time.sleep(seconds)
+    try:
+        time.sleep(seconds)
+    except KeyboardInterrupt:
+        observer.ask(trace=-1)
     told: set[tuple[str, int]] = set()
     failed = False
     while told < asked and time.monotonic() < end:

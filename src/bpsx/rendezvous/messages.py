@@ -26,7 +26,7 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
     "CLOCK": {"at": (int, 0, 2**63)},
     "STATS": {"at": (int, 0, 2**63), "values": (dict, 0, 64), "late": (list, 0, 65536)},
     "TRACED": {"path": _TEXT, "records": (int, 0, 2**40)},
-    "OBSERVE": {"protocol": _POSITION, "trace": (int, 0, 3600)},
+    "OBSERVE": {"protocol": _POSITION, "trace": (int, -1, 3600)},
 }
 
 
