@@ -131,12 +131,12 @@ class Job:
     Without servers the workers are the processes of one machine, which sum among themselves.
     """
 
-    def __init__(self, workers: int = 2, servers: int = 1, transport: str | None = None) -> None:
+    def __init__(self, workers: int = 2, servers: int = 1, transport: str | None = None, environment: Mapping[str, str] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="bpsx-bench-")
         self._stack = contextlib.ExitStack()
         self._common = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NODE_HOST": "127.0.0.1",
                         "DMLC_NUM_WORKER": str(workers if servers else 1), "BYTEPS_LOCAL_SIZE": str(1 if servers else workers),
-                        "DMLC_NUM_SERVER": str(servers), "BYTEPS_FORCE_DISTRIBUTED": str(int(servers > 0))}
+                        "DMLC_NUM_SERVER": str(servers), "BYTEPS_FORCE_DISTRIBUTED": str(int(servers > 0)), **(environment or {})}
         if transport is not None:
             self._common["DMLC_ENABLE_RDMA"] = transport
         self._counts = workers, servers
@@ -155,6 +155,11 @@ class Job:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
         self._folder.cleanup()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Where the job's scheduler is, as variables."""
+        return dict(self._common)
 
     @property
     def pids(self) -> dict[str, int]:

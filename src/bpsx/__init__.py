@@ -40,6 +40,8 @@ if TYPE_CHECKING:
         size,
         suspend,
         synchronize,
+        trace_start,
+        trace_stop,
     )
 
 __version__ = "0.1.0"
@@ -47,7 +49,8 @@ __version__ = "0.1.0"
 __all__ = [
     "BpsxError", "ConfigError", "Handle", "JobOverError", "JoinedError", "MismatchError", "NotInitializedError", "PeerLeftError", "PeerLostError",
     "RendezvousError", "StallError", "TransportError", "barrier", "broadcast", "declare", "get_pushpull_speed", "init", "join", "local_rank",
-    "local_size", "poll", "push_pull", "push_pull_async", "rank", "resume", "seed", "shutdown", "size", "suspend", "synchronize",
+    "local_size", "poll", "push_pull", "push_pull_async", "rank", "resume", "seed", "shutdown", "size", "suspend", "synchronize", "trace_start",
+    "trace_stop",
 ]
 
 

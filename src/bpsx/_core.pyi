@@ -39,9 +39,12 @@ class Handle:
 class Core:
     """The state machine of a worker's partitions over one endpoint. Thread-safe."""
 
-    def __init__(self, endpoint: Any, *, rank: int, job: int, lanes: int, credit: int, spin_us: float, machine: Any = None) -> None:
+    def __init__(
+        self, endpoint: Any, *, rank: int, job: int, lanes: int, credit: int, spin_us: float, machine: Any = None, telemetry: bool = True,
+        watch: Any = None,
+    ) -> None:
         """``endpoint``: an object with ``abi()``; ``credit``: bytes in flight per lane, 0 for no bound; ``machine``: see
-        :class:`bpsx.local._machine.Machine`."""
+        :class:`bpsx.local._machine.Machine`; ``telemetry``: count the bytes that came home; ``watch``: a :class:`bpsx._watch.Watcher`."""
     @property
     def pid(self) -> int:
         """The process that made it."""
@@ -84,6 +87,8 @@ class Core:
         """End every push_pull, present and future. The first failure wins."""
     def waiting(self, age_s: float) -> list[tuple[str, int, int, float]]:
         """(name, generation, round, seconds) of push_pulls that need other workers and are older than ``age_s`` seconds, the oldest first."""
+    def gauges(self) -> dict[str, int]:
+        """What is under way: push_pulls, partitions that wait to be sent, bytes in flight."""
     def counters(self) -> dict[str, int]:
         """What has been moved so far."""
     def settle(self, seconds: float) -> None:

@@ -26,6 +26,7 @@ from bpsx.core.status cimport DONE, E_SHUTDOWN, PENDING
 from bpsx.core.sync cimport (
     atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock, wait_until,
 )
+from bpsx.core.watch cimport Watch
 from bpsx.transports.abi cimport Endpoint
 
 from bpsx import errors
@@ -172,16 +173,18 @@ cdef class Handle:
 cdef class Core:
     """The state machine of a worker's partitions over one endpoint. Owned by the session; all methods are thread-safe."""
     cdef CCore c
-    cdef object endpoint, capsule, thread, machine
+    cdef object endpoint, capsule, thread, machine, watch
     cdef readonly int pid       # who made it: a forked child must not touch the parent's sockets
     cdef set tensors
     cdef str failure
     cdef bint closed, greeted
     cdef readonly bint told     # whether a failure has been raised in the script
 
-    def __cinit__(self, endpoint, *, int rank, uint64_t job, int lanes, int64_t credit, double spin_us, machine=None):
+    def __cinit__(self, endpoint, *, int rank, uint64_t job, int lanes, int64_t credit, double spin_us, machine=None, bint telemetry=True,
+                  watch=None):
         """``endpoint``: an object with ``abi()``; ``credit``: bytes in flight per lane, 0 for no bound; ``machine``: a
-        :class:`bpsx.local._machine.Machine` if the machine's processes share the work, and ``rank`` is then the machine's number."""
+        :class:`bpsx.local._machine.Machine` if the machine's processes share the work, and ``rank`` is then the machine's number;
+        ``telemetry``: count the bytes that came home; ``watch``: a :class:`bpsx._watch.Watcher`."""
         memset(&self.c, 0, sizeof(CCore))
         if monitor_init(&self.c.monitor) != 0:
             raise MemoryError("cannot create a mutex")
@@ -199,6 +202,10 @@ cdef class Core:
         self.c.credit = credit
         self.c.spin_ns = <int64_t>(spin_us * 1000)
         self.c.n_lanes = lanes
+        self.c.telemetry = telemetry
+        self.watch = watch
+        if watch is not None:
+            self.c.watch = <Watch *>PyCapsule_GetPointer(watch.abi(), b"bpsx.Watch")
         self.c.lanes = <Lane *>calloc(max(lanes, 1), sizeof(Lane))
         if self.c.lanes == NULL:
             raise MemoryError("no memory for the lanes")
@@ -361,6 +368,15 @@ cdef class Core:
             if tensor.c.current != NULL and tensor.c.waits_for_others and now - tensor.c.started_ns > age_s * 1e9:
                 found.append((tensor.name, tensor.generation, tensor.c.parts[0].round, (now - tensor.c.started_ns) / 1e9))
         return sorted(found, key=lambda item: -item[3])
+
+    def gauges(self) -> dict:
+        """What is under way: push_pulls, partitions that wait to be sent, bytes handed to the transport and not written out yet."""
+        cdef uint32_t i
+        queued, in_flight = 0, 0
+        for i in range(self.c.n_lanes):     # a glance while the driver works
+            queued += self.c.lanes[i].size
+            in_flight += atomic_load(&self.c.lanes[i].in_flight)
+        return {"outstanding": atomic_load(&self.c.outstanding), "queued": queued, "in_flight": in_flight}
 
     def counters(self) -> dict:
         """What has been moved so far: bytes, messages, completed push_pulls."""

@@ -42,6 +42,7 @@ def _adopt(ours: Session) -> None:
     global _session, _owner_pid, _hooked
     _session = ours
     _owner_pid = os.getpid()
+    ours.reporter.close_on_sigterm()
     if not _hooked:
         _hooked = True
         atexit.register(_at_exit)
@@ -262,6 +263,23 @@ def get_pushpull_speed() -> tuple[float, float]:
     """(milliseconds since the epoch, MB/s): the rate at which tensors came home since the last call, over the time in which any were under
     way. MB are 10^6 bytes of tensor, counted once."""
     return session().speed()
+
+
+def trace_start() -> None:
+    """Record a timeline of every push_pull that begins from now on, until :func:`trace_stop`. Does nothing if one is being recorded.
+
+    Independent of ``BYTEPS_TRACE_ON``. Thread-safe.
+    """
+    session().reporter.start()
+
+
+def trace_stop() -> str | None:
+    """End what :func:`trace_start` began and return the path of the file, in ``BYTEPS_TRACE_DIR``; see docs/tracing.md.
+
+    None if nothing was being recorded or the file could not be written, which the log says. Thread-safe.
+    """
+    path = session().reporter.stop()
+    return None if path is None else str(path)
 
 
 def dtype_error(array: np.ndarray, name: str | None) -> Exception:

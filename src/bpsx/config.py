@@ -68,6 +68,14 @@ def _flag(text: str) -> bool:
         raise ValueError from None
 
 
+def _port(text: str) -> tuple[str, int]:
+    """``port`` or ``host:port``, an IPv6 host in brackets; loopback without a host."""
+    host, _, port = text.rpartition(":")
+    if not port.isascii() or not port.isdigit() or int(port) > 65535 or (":" in host and not host.startswith("[")):
+        raise ValueError
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
 _ROLES = ("worker", "server", "scheduler")
 _HASHES = ("balanced", "naive", "built_in", "djb2", "sdbm")
 _LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
@@ -87,7 +95,7 @@ def _default_lanes() -> int:
     return max(1, min(4, _cores() // 4))
 
 
-_JOB, _TUNE, _FAIL, _LOG = "Job", "Tuning", "Failure", "Logging and files"
+_JOB, _TUNE, _FAIL, _LOG, _SEE = "Job", "Tuning", "Failure", "Logging and files", "Seeing"
 
 OPTIONS: tuple[Option, ...] = (
     Option("role", "DMLC_ROLE", _choice(*_ROLES), None, " | ".join(_ROLES), "What this process is.", _JOB),
@@ -153,6 +161,25 @@ OPTIONS: tuple[Option, ...] = (
            "How long shutdown waits for push_pulls under way and for the scheduler's goodbye.", _FAIL),
     Option("log_level", "BYTEPS_LOG_LEVEL", _choice(*_LEVELS), "warning", " | ".join(_LEVELS), "What is logged, to standard error.", _LOG),
     Option("log_hide_time", "BYTEPS_LOG_HIDE_TIME", _flag, False, _FLAG, "Log without the time.", _LOG),
+    Option("verbose", "PS_VERBOSE", _integer(0, 2), 0, "0 | 1 | 2",
+           "1: tell of connections made and lost; 2: also of every message (kind, key, round, bytes, peer), from workers and servers.", _SEE),
+    Option("key_log", "PS_KEY_LOG", _flag, False, _FLAG,
+           "A server tells of each key at first sight: tensor name, type, bytes. A worker does at BYTEPS_LOG_LEVEL=debug.", _SEE),
+    Option("sample_tensor", "BYTEPS_DEBUG_SAMPLE_TENSOR", _integer(-1, 2**64 - 1), None, "a key; -1: all",
+           "A worker prints this key's first and last element at each stage of each push_pull.", _SEE),
+    Option("server_debug", "BYTEPS_SERVER_DEBUG", _flag, False, _FLAG,
+           "A server prints first and last element as they are received, summed and sent.", _SEE),
+    Option("server_debug_key", "BYTEPS_SERVER_DEBUG_KEY", _integer(-1, 2**64 - 1), -1, "a key; -1: all", "... of this key.", _SEE),
+    Option("telemetry", "BYTEPS_TELEMETRY_ON", _flag, True, _FLAG,
+           "Count the bytes of tensors that come home; without it get_pushpull_speed() returns (0.0, 0.0).", _SEE),
+    Option("trace_on", "BYTEPS_TRACE_ON", _flag, False, _FLAG, "Record a timeline of the steps below, on workers and servers.", _SEE),
+    Option("trace_start", "BYTEPS_TRACE_START_STEP", _integer(1, 2**31), 10, "1 or more",
+           "First step recorded. A tensor's step is its own count of push_pulls, from 1.", _SEE),
+    Option("trace_end", "BYTEPS_TRACE_END_STEP", _integer(2, 2**31), 20, "more than BYTEPS_TRACE_START_STEP", "Last step recorded.", _SEE),
+    Option("trace_dir", "BYTEPS_TRACE_DIR", str, "./traces", "folder",
+           "Timelines go to LOCAL_RANK/comm.json and server-RANK/comm.json in it.", _SEE),
+    Option("metrics_port", "BPSX_METRICS_PORT", _port, None, "PORT or HOST:PORT; PORT 0: a free one, logged",
+           "The scheduler serves the job's metrics to Prometheus here; on loopback unless a host is given. Off by default.", _SEE),
     Option("cache_dir", "BPSX_CACHE_DIR", str, "", "folder", "Where compiled kernels are kept. Default: bpsx in the user's cache folder.", _LOG),
     Option("socket_path", "BYTEPS_SOCKET_PATH", str, "", "folder",
            "Where processes of one machine meet: a folder of this user's below it. Default: the user's runtime folder, else the temporary "
@@ -164,17 +191,16 @@ OPTIONS: tuple[Option, ...] = (
 #: Upstream's variables that mean something to BytePS and nothing to this version: set, they get a warning instead of silence.
 NOT_USED = frozenset((
     "BYTEPS_GLOBAL_RANK", "BYTEPS_ORDERED_HOSTS", "BYTEPS_OMP_THREAD_PER_GPU",
-    "BYTEPS_ENABLE_MIXED_MODE", "BYTEPS_MIXED_MODE_BOUND", "BYTEPS_MIN_COMPRESS_BYTES", "BYTEPS_THREADPOOL_SIZE", "BYTEPS_SERVER_DEBUG",
-    "BYTEPS_SERVER_DEBUG_KEY", "BYTEPS_SERVER_ENGINE_BLOCKING", "BYTEPS_NCCL_GROUP_SIZE", "BYTEPS_NCCL_NUM_RINGS",
+    "BYTEPS_ENABLE_MIXED_MODE", "BYTEPS_MIXED_MODE_BOUND", "BYTEPS_MIN_COMPRESS_BYTES", "BYTEPS_THREADPOOL_SIZE",
+    "BYTEPS_SERVER_ENGINE_BLOCKING", "BYTEPS_NCCL_GROUP_SIZE", "BYTEPS_NCCL_NUM_RINGS",
     "BYTEPS_PCIE_SWITCH_SIZE", "BYTEPS_REDUCE_ROOTS", "BYTEPS_ENABLE_IPC", "BYTEPS_ADDRESS_POOL_SIZE", "BYTEPS_IPC_COPY_NUM_THREADS",
     "BYTEPS_IPC_ENABLE_ASYNC_COPY", "BYTEPS_PRINT_RDMA_LOG", "BYTEPS_RDMA_MAX_CONCURR_WR", "BYTEPS_RDMA_RX_DEPTH",
     "BYTEPS_RDMA_START_DEPTH", "BYTEPS_UCX_ERRH_ENABLE", "BYTEPS_UCX_FORCE_REQ_ORDER", "BYTEPS_UCX_QUEUE_SENDS",
-    "BYTEPS_UCX_RECONNECT_TMO", "BYTEPS_UCX_SHORT_THRESH", "BYTEPS_ZMQ_MAX_SOCKET", "BYTEPS_DEBUG_SAMPLE_TENSOR", "BYTEPS_ENABLE_GDB",
-    "BYTEPS_TELEMETRY_ON", "BYTEPS_TRACE_DIR", "BYTEPS_TRACE_END_STEP", "BYTEPS_TRACE_ON", "BYTEPS_TRACE_START_STEP",
+    "BYTEPS_UCX_RECONNECT_TMO", "BYTEPS_UCX_SHORT_THRESH", "BYTEPS_ZMQ_MAX_SOCKET", "BYTEPS_ENABLE_GDB",
     "BYTEPS_CPU_BLACKLIST", "BYTEPS_MULTITHREADED_CPU", "BYTEPS_NUMA_DEFAULT_QUOTA", "BYTEPS_NUMA_ON", "BYTEPS_NUMA_ROOT_QUOTA",
     "BYTEPS_VISIBLE_CPU_CORES", "DMLC_ENABLE_UCX", "DMLC_LOCAL", "DMLC_GROUP_SIZE", "DMLC_RANK", "DMLC_NUM_CPU_DEV", "DMLC_NUM_GPU_DEV",
     "DMLC_NUM_PORTS", "DMLC_PORT", "DMLC_USE_KUBERNETES", "DMLC_LOCKLESS_QUEUE", "DMLC_POLLING_IN_NANOSECOND", "PS_DROP_MSG", "PS_RESEND",
-    "PS_RESEND_TIMEOUT", "PS_VERBOSE", "PS_KEY_LOG",
+    "PS_RESEND_TIMEOUT",
 ))
 
 
@@ -247,6 +273,8 @@ class Config:
     def check(self) -> None:
         """Whether the values fit together for this role. Raises :class:`~bpsx.errors.ConfigError`."""
         self.require("role")
+        if self.trace_end <= self.trace_start:
+            raise ConfigError(f"BYTEPS_TRACE_END_STEP={self.trace_end}: must be more than BYTEPS_TRACE_START_STEP={self.trace_start}")
         if self.role != "worker" or self.distributed:
             self.require("root_uri", "root_port")
             self._check_servers()

@@ -22,5 +22,7 @@ def configure(config: Config, who: str) -> None:
     handler.bpsx = True  # type: ignore[attr-defined]
     logger.addHandler(handler)
     logger.propagate = False
+    # PS_VERBOSE tells of connections whatever BYTEPS_LOG_LEVEL is.
+    logging.getLogger("bpsx.connections").setLevel(logging.INFO if config.verbose else logging.NOTSET)
     for warning in config.unknown:
         logger.warning("%s", warning)

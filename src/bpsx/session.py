@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from bpsx import errors
 from bpsx._core import Core, Handle, Tensor
+from bpsx._watch import monotonic_ns
 from bpsx.config import Config
-from bpsx.dtypes import BY_CODE, BY_NAME, dtype_named
+from bpsx.dtypes import dtype_named
 from bpsx.host import keep_memory, own_host
 from bpsx.joining import Joining
-from bpsx.kernels import load as load_kernels
-from bpsx.local._machine import Machine, QuietEndpoint
-from bpsx.local.meeting import meet
 from bpsx.logs import configure
+from bpsx.neighbourhood import Neighbourhood
 from bpsx.partitioner import partition, whole_pages
-from bpsx.pipeline import Place, stages_for
+from bpsx.pipeline import stages_for
 from bpsx.placement import PARTS_PER_TENSOR
 from bpsx.rendezvous.client import Link
 from bpsx.rendezvous.messages import MAX_NAME
-from bpsx.transports import open_endpoint
+from bpsx.reporting import Reporter
 from bpsx.transports.loopback import LoopbackEndpoint
 
 log = logging.getLogger("bpsx.session")
+connections = logging.getLogger("bpsx.connections")
 BARRIER = "bpsx.barrier"
 #: Tensors named in one stall report.
 MOST_REPORTED = 256
@@ -88,8 +86,7 @@ class Session:
         self._async: bool = config.asynchronous
         self._joining = Joining()
         self._link: Link | None = None
-        self._machine: Machine | None = None        # with several processes on this machine that sum among themselves first
-        self._place = Place.DIRECT
+        self._near = Neighbourhood(config)
         self._closed = False
         self._leaving = False
         self._failure = ""
@@ -98,68 +95,49 @@ class Session:
         self._reported = False
         self._endpoint: Any
         self._core: Core
+        self.reporter = Reporter(config, "worker", self.rank, own_host(config) if config.distributed else "")
         if config.distributed:
             keep_memory(config.keep_memory)
             self._join()
         else:
             self._endpoint = LoopbackEndpoint()
-            self._core = Core(self._endpoint, rank=0, job=0, lanes=0, credit=0, spin_us=0)
+            self._core = Core(self._endpoint, rank=0, job=0, lanes=0, credit=0, spin_us=0, telemetry=config.telemetry)
 
     # ---- coming together
 
     def _join(self) -> None:
         link = Link(self.config)
-        self._choose_place()
         try:
-            with self._kernels_loading():
+            with self._near.kernels_loading():
                 welcome = link.join("worker", self.rank, own_host(self.config), [])
             self._names = welcome["names"]
             self._open(welcome, link)
-            watched = None if self._place is Place.MEMBER else (self._endpoint.watch(), self._look_for_broken)
+            watched = (self._endpoint.watch(), self._look_for_broken) if self._near.has_lanes else None
             self._greet(link)
         except BaseException:
-            for name in ("_core", "_endpoint", "_machine"):     # as far as it came
-                if getattr(self, name, None) is not None:
+            for name in ("_core", "_endpoint", "_near"):    # as far as it came
+                if hasattr(self, name):
                     getattr(self, name).close()
             link.stop()
             raise
         self._link = link
         self._core.start()
+        self.reporter.attach(link.send, lambda: {**self._core.counters(), **self._core.gauges()})
         link.start(self._handle, lost=self._peer_lost, tick=self._tick, watch=watched)
-
-    def _choose_place(self) -> None:
-        """What this process is to its machine: the largest local rank speaks for all, if they sum among themselves."""
-        if self.config.shares_machine:
-            root = Place.ROOT if self.config.servers else Place.ONLY_ROOT
-            self._place = root if self.local_rank == self.local_size - 1 else Place.MEMBER
-
-    @contextlib.contextmanager
-    def _kernels_loading(self) -> Iterator[None]:
-        """Compile what the machine's root adds with while the others are still coming."""
-        if self._place in (Place.DIRECT, Place.MEMBER):
-            yield
-            return
-        warm_up = threading.Thread(target=load_kernels, args=(BY_NAME["float32"].code,), name="bpsx-warm-up", daemon=True)
-        warm_up.start()
-        yield
-        warm_up.join()
 
     def _open(self, welcome: dict[str, Any], link: Link) -> None:
         """Endpoint and core, and before them the meeting with this machine's other processes."""
-        config, job = self.config, welcome["job"]
-        alone = self._place in (Place.MEMBER, Place.ONLY_ROOT)
-        self._lanes = [] if alone else [(server, a) for server, addresses in enumerate(welcome["lanes"]) for a in addresses]
-        self._endpoint = QuietEndpoint() if self._place is Place.MEMBER else open_endpoint(config)
-        if self._place is not Place.DIRECT:
-            self._machine = meet(config, job, self._endpoint.wake_descriptor, not config.servers, lambda: self._hear_of_a_loss(link))
-        rank = self.rank if self._machine is None else config.worker_id or 0
-        if self._place is not Place.MEMBER:
-            self._endpoint.join(job, rank)
+        config, job, near = self.config, welcome["job"], self._near
+        self._lanes = [(server, a) for server, addresses in enumerate(welcome["lanes"]) for a in addresses] if near.has_lanes else []
+        self._endpoint = near.open_endpoint()
+        near.meet(job, self._endpoint.wake_descriptor, lambda: self._hear_of_a_loss(link))
+        if near.has_lanes:
+            self._endpoint.join(job, near.sender)
         for i, (_, address) in enumerate(self._lanes):
             self._endpoint.connect(i, address)
-        credit = config.scheduling_credit * whole_pages(config.partition_bytes)
-        self._core = Core(self._endpoint, rank=rank, job=job, lanes=len(self._lanes), credit=credit, spin_us=config.spin_us,
-                          machine=self._machine)
+        self._core = Core(self._endpoint, rank=near.sender, job=job, lanes=len(self._lanes), spin_us=config.spin_us, machine=near.machine,
+                          credit=config.scheduling_credit * whole_pages(config.partition_bytes), telemetry=config.telemetry,
+                          watch=self.reporter.watchers[0])
 
     def _hear_of_a_loss(self, link: Link) -> None:
         """Somebody may die while the job comes together. Raises :class:`~bpsx.errors.RendezvousError`."""
@@ -173,6 +151,7 @@ class Session:
         while True:
             silent = self._core.greet(0.5)
             if not silent:
+                connections.info("connected to %s", ", ".join(self._lane_name(i) for i in range(len(self._lanes))))
                 return
             self._hear_of_a_loss(link)
             if time.monotonic() >= end:
@@ -197,26 +176,17 @@ class Session:
             log.warning("%s", message["text"])
         elif kind == "LOST":
             self._peer_lost(message["text"])
-        elif self._machine is not None:
-            self._hear_of_neighbours(self._machine, message)
-
-    def _hear_of_neighbours(self, machine: Machine, message: dict[str, Any]) -> None:
-        """What concerns this machine's processes only."""
-        kind = message["type"]
-        if kind == "LEFT":
-            machine.left(message["rank"] - self.rank + self.local_rank)
-        elif kind == "JOINED":
-            machine.joined(message["rank"] - self.rank + self.local_rank)
-        elif kind == "CLEAR":
-            machine.all_joined()
         elif kind == "ADOPT":
             self._adopt(message)
-        self._core.look()
-        if kind == "CLEAR" and self._link is not None:
-            self._link.send("CLEARED", generation=message["generation"])
+        elif self._near.hear(message):
+            self._core.look()
+            if kind == "CLEAR" and self._link is not None:
+                self._link.send("CLEARED", generation=message["generation"])
+        else:
+            self.reporter.handle(message)
 
     def _adopt(self, message: dict[str, Any]) -> None:
-        """A tensor that this root adds for its neighbours while it has joined; declared as if it had been pushed here."""
+        """A tensor that this machine's root adds for its neighbours while it has joined; declared as if it had been pushed here."""
         name, generation, shape = message["name"], message["generation"], tuple(message["shape"])
         with self._lock:
             declared = _Declared(generation, shape, message["dtype"], message["nbytes"])
@@ -233,7 +203,8 @@ class Session:
                 return
             spans = partition(declared.nbytes, self.config.partition_bytes)
             parts = [(key, lane, slot, span.offset, span.length) for (key, lane, slot), span in zip(places, spans, strict=True)]
-            tensor = Tensor(name, declared.dtype, parts, stages_for("cpu", place=self._place), generation)
+            self.reporter.name(name, (key for key, _, _ in places))
+            tensor = Tensor(name, declared.dtype, parts, stages_for("cpu", place=self._near.place), generation)
             for handle in declared.pending:
                 self._core.release(handle, tensor)
             declared.pending = []
@@ -279,6 +250,7 @@ class Session:
         for lane in self._endpoint.lost():
             if self._broken is None:
                 where = self._lane_name(lane) if lane >= 0 else "a server"
+                connections.info("the connection to %s is gone", where)
                 self._broken = (time.monotonic(), f"{where} is gone: its connection broke")
 
     def _tick(self) -> None:
@@ -286,6 +258,7 @@ class Session:
         if self._broken is not None and not self._failure and time.monotonic() - self._broken[0] >= VERDICT_SECONDS:
             self._peer_lost(self._broken[1])
         self._core.reap()
+        self.reporter.tick()
         waiting = self._core.waiting(min(1.0, self.config.stall_warn / 2))
         if self._link is not None and (waiting or self._reported):
             self._reported = bool(waiting)
@@ -360,13 +333,14 @@ class Session:
             return self._core.submit(declared.tensor, source, target, divisor=divisor, broadcast=broadcast, asynchronous=asynchronous,
                                      priority=priority, will_wait=will_wait, owner=owner, result=result)
         self._check_new(name, nbytes)
-        if self._machine is not None and self.config.servers and divisor > 1 and not broadcast and BY_CODE[dtype].itemsize == 1:
-            raise errors.ConfigError(f"{name!r}: {BY_CODE[dtype].name} cannot be averaged over machines with several processes: their sums would "
-                                     "wrap first; sum it (average=False), use a wider type, or set BPSX_LOCAL_REDUCE=0")
+        if not broadcast:
+            self._near.check_average(name, dtype, divisor)
         handle = self._core.prepare(name, nbytes, source, target, divisor=divisor, broadcast=broadcast, asynchronous=asynchronous,
                                     priority=priority, owner=owner, result=result)
         if self._link is None:
+            begin = monotonic_ns()
             self._core.copy_through(handle, nbytes)     # a single worker: the sum is what it pushed
+            self.reporter.copied(name, begin, nbytes)
             return handle
         with self._lock:
             self._first_sight(handle, name, shape, dtype, nbytes)
@@ -422,6 +396,8 @@ class Session:
 
     def speed(self) -> tuple[float, float]:
         """(milliseconds since the epoch, MB/s): tensor bytes that came home since the last call per second in which any were under way."""
+        if not self.config.telemetry:
+            return 0.0, 0.0
         counters = self._core.counters()
         nbytes, busy = counters["tensor_bytes"], counters["busy_ns"]
         before, self._speed_mark = self._speed_mark, (nbytes, busy)
@@ -457,14 +433,14 @@ class Session:
         try:
             self._take_leave(failure)
         finally:
+            self.reporter.close()
             self._end_pending(-6, "bpsx was shut down while this was under way")
             self._core.close()
             if self._link is not None:
                 self._link.stop()
             self._endpoint.close()
             self._core.reap()
-            if self._machine is not None:
-                self._machine.close()
+            self._near.close()
 
     def _take_leave(self, failure: str) -> None:
         """Wait for what is under way and tell the scheduler how it ended."""

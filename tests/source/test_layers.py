@@ -11,10 +11,10 @@ LAYERS = [
     ("bpsx.torch", 1), ("bpsx._adapter", 1.5),
     ("bpsx.api", 2), ("bpsx.session", 2.5), ("bpsx.joining", 2.7),
     ("bpsx.partitioner", 3), ("bpsx.placement", 3), ("bpsx.pipeline", 3),
-    ("bpsx._core", 4), ("bpsx.core", 4.5),
+    ("bpsx.reporting", 2.7), ("bpsx.neighbourhood", 2.7), ("bpsx.timeline", 2.8), ("bpsx._watch", 4), ("bpsx._core", 4), ("bpsx.core", 4.5),
     ("bpsx.local", 3.5), ("bpsx.transports.abi", 6), ("bpsx.transports", 5), ("bpsx.kernels.abi", 6), ("bpsx.kernels", 5),
     ("bpsx.launch", 0), ("bpsx.server", 2), ("bpsx.rendezvous.__main__", 2), ("bpsx.rendezvous", 2.6),
-    ("bpsx.errors", 11), ("bpsx.config", 10), ("bpsx.dtypes", 10), ("bpsx.logs", 9), ("bpsx.host", 8), ("bpsx", 0.5),
+    ("bpsx.errors", 11), ("bpsx.config", 10), ("bpsx.dtypes", 10), ("bpsx.logs", 9), ("bpsx.clock", 9), ("bpsx.host", 8), ("bpsx", 0.5),
 ]
 # Crossings that are meant, with their reason.
 ALLOWED = {

@@ -22,8 +22,11 @@ REFUSED = {
     "BPSX_SPIN_US": "-1", "BPSX_FIXED_ORDER": "2", "BPSX_KEEP_MEMORY_MB": "1e3", "BPSX_RENDEZVOUS_TIMEOUT": "inf",
     "PS_HEARTBEAT_INTERVAL": "nan", "PS_HEARTBEAT_TIMEOUT": "-2", "BPSX_STALL_WARN_SECONDS": "0", "BPSX_DEADLOCK_SECONDS": "0",
     "BPSX_SHUTDOWN_TIMEOUT": "soon", "BYTEPS_LOG_LEVEL": "loud", "BYTEPS_LOG_HIDE_TIME": "perhaps",
+    "PS_VERBOSE": "3", "PS_KEY_LOG": "2", "BYTEPS_DEBUG_SAMPLE_TENSOR": "grad", "BYTEPS_SERVER_DEBUG": "2", "BYTEPS_SERVER_DEBUG_KEY": "-2",
+    "BYTEPS_TELEMETRY_ON": "2", "BYTEPS_TRACE_ON": "2", "BYTEPS_TRACE_START_STEP": "0", "BYTEPS_TRACE_END_STEP": "1",
+    "BPSX_METRICS_PORT": "host:port",
 }
-FREE_TEXT = {"DMLC_PS_ROOT_URI", "DMLC_NODE_HOST", "DMLC_INTERFACE", "BPSX_CACHE_DIR", "BPSX_PORT_FILE", "BYTEPS_SOCKET_PATH"}
+FREE_TEXT = {"DMLC_PS_ROOT_URI", "DMLC_NODE_HOST", "DMLC_INTERFACE", "BPSX_CACHE_DIR", "BPSX_PORT_FILE", "BYTEPS_SOCKET_PATH", "BYTEPS_TRACE_DIR"}
 
 
 def test_every_option_has_a_case_here():
@@ -75,10 +78,10 @@ def test_a_single_worker_needs_nothing_else():
 
 
 def test_unknown_and_idle_names_get_a_warning():
-    config = Config({"BYTEPS_PARTITON_BYTES": "1", "BPSX_NO_SUCH_THING_AT_ALL": "1", "BYTEPS_TRACE_ON": "1", "PATH": "x"})
+    config = Config({"BYTEPS_PARTITON_BYTES": "1", "BPSX_NO_SUCH_THING_AT_ALL": "1", "BYTEPS_REDUCE_ROOTS": "1", "PATH": "x"})
     text = "\n".join(config.unknown)
     assert "BYTEPS_PARTITON_BYTES" in text and "did you mean BYTEPS_PARTITION_BYTES?" in text
-    assert "BPSX_NO_SUCH_THING_AT_ALL" in text and "BYTEPS_TRACE_ON" in text and "no effect" in text
+    assert "BPSX_NO_SUCH_THING_AT_ALL" in text and "BYTEPS_REDUCE_ROOTS" in text and "no effect" in text
     assert len(config.unknown) == 3
 
 

@@ -24,6 +24,7 @@ cdef struct Partition:
     char *source                # what is pushed in this round; NULL: nothing
     char *target                # where the answer goes
     uint32_t divisor            # what the server shall do with it, see Header
+    int64_t entered_ns          # its present stage, where it is recorded
     Tensor *tensor
     # With several processes on this machine, see reduce.pxd; at the root:
     Post *shares                # by local rank: what has been posted for this round; flags 0: nothing yet
@@ -47,6 +48,8 @@ cdef struct Tensor:
     Task *current               # the task whose partitions are under way
     int64_t started_ns          # when that was submitted
     bint waits_for_others       # whether that needs other workers' pushes
+    uint32_t step               # of the present task, counted from 1; with `watched` only
+    uint8_t recorded            # the recordings that it belongs to (core/watch.pxd)
     Task *first_waiting         # later tasks on the same tensor: one round after another
     Task *last_waiting
     Tensor *next                # all tensors of the core

@@ -7,6 +7,8 @@ from bpsx.core.partition cimport Partition
 from bpsx.core.stage cimport PULL, advance, fail_partition
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_JOINED, E_PROTOCOL
+from bpsx.core.watch cimport watched
+from bpsx.core.watching cimport spoke
 from bpsx.transports.abi cimport Message
 
 cdef enum:
@@ -40,6 +42,8 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
     if (h.kind != ANSWER and h.kind != ERROR) or not expected(c, m, h):
         return -1
     p = c.table[h.cookie]
+    if watched(c.watch):
+        spoke(c, b"received ANSWER" if h.kind == ANSWER else b"received ERROR", h, m.peer)
     if not awaits(p):
         return 0                            # failed meanwhile: too late, not wrong
     if h.kind == ERROR:

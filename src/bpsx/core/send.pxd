@@ -13,6 +13,8 @@ from bpsx.core.stage cimport advance, give_up
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_MEMORY, E_TRANSPORT
 from bpsx.core.sync cimport atomic_add, atomic_load, atomic_store
+from bpsx.core.watch cimport watched
+from bpsx.core.watching cimport spoke
 
 # What is on its way through the transport: returned by its done callback, on whatever thread that runs.
 cdef struct Wire:
@@ -119,6 +121,8 @@ cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noex
         h.priority = <int32_t>p.share_b
     h.cookie = p.index
     h.length = push_bytes(p)
+    if watched(c.watch):
+        spoke(c, b"sent PUSH", &h, p.lane)
     memcpy(at, &h, HEADER_BYTES)
     at += HEADER_BYTES
     if with_body and h.length:

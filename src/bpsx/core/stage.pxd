@@ -10,6 +10,8 @@ from bpsx.core.queue cimport heap_push
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_LEFT, E_MEMORY
 from bpsx.core.sync cimport atomic_store, lock, notify_all, now_ns, unlock
+from bpsx.core.watch cimport watched
+from bpsx.core.watching cimport began, ended, passed
 
 cdef enum Stage:
     END = 0
@@ -60,6 +62,8 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline void advance(Core *c, Partition *p) noexcept nogil:
+    if watched(c.watch):
+        passed(c, p)
     p.stage += 1
     enter(c, p)
 
@@ -94,9 +98,11 @@ cdef inline void home(Core *c, Partition *p) noexcept nogil:
 cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
     """Publish a task's end. From here on its waiter may go on, and nobody writes to its output."""
     cdef uint32_t i
+    if task.tensor.recorded:
+        ended(c, task, status)
     if status == DONE:
         c.counters.tasks += 1
-        for i in range(task.tensor.n_parts):
+        for i in range(task.tensor.n_parts if c.telemetry else 0):
             c.counters.bytes += task.tensor.parts[i].length
     lock(&c.monitor)
     c.outstanding -= 1
@@ -155,6 +161,8 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
         tensor.parts[i].source = task.input + tensor.parts[i].offset if task.input != NULL else NULL
         tensor.parts[i].target = task.output + tensor.parts[i].offset if task.output != NULL else NULL
         tensor.parts[i].divisor = task.divisor // c.processes if task.broadcast else task.divisor
+    if watched(c.watch):
+        began(c, tensor)
     for i in range(tensor.n_parts):
         enter(c, &tensor.parts[i])
 

@@ -4,6 +4,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from bpsx.core.machine cimport Machine
 from bpsx.core.partition cimport Counters, Lane, Partition, Task, Tensor
 from bpsx.core.sync cimport Monitor
+from bpsx.core.watch cimport Watch
 from bpsx.transports.abi cimport Endpoint
 
 cdef struct Core:
@@ -46,3 +47,5 @@ cdef struct Core:
     Tensor *tensors
     bint swept                  # everything has been failed with `failed`
     Counters counters
+    bint telemetry              # count what came home
+    Watch *watch                # NULL: nobody wants to know

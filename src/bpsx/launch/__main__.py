@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.launch.roles import Plan, run_role
 
-_USAGE = "%(prog)s COMMAND...\n       %(prog)s --local [--workers N] [--servers M] [--port P] [--grace S] COMMAND..."
+_USAGE = "%(prog)s COMMAND...\n       %(prog)s --local [--workers N] [--servers M] [--port P] [--grace S] COMMAND..." \
+    "\n       %(prog)s top [--help]\n       %(prog)s trace [--help]"
 _DESCRIPTION = """\
 Start one process of a job, or with --local a whole job on this machine.
 
@@ -20,6 +21,7 @@ worker runs COMMAND. Needed besides: DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_N
 workers DMLC_WORKER_ID."""
 _EPILOG = """\
 COMMAND starts at the first word that is no option, or after --. No shell interprets it.
+bpsx-run top shows a running job, bpsx-run trace records a timeline of it; a COMMAND of such a name goes after --.
 
 With --local each line of output carries its process's name, the processes read no input, and Ctrl-C reaches all of them
 (a second one kills). All of them compute on the same cores: set OMP_NUM_THREADS if they get in each other's way.
@@ -86,6 +88,14 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    if arguments[:1] == ["top"]:
+        from bpsx.launch.top import main as top
+
+        return top(arguments[1:])
+    if arguments[:1] == ["trace"]:
+        from bpsx.launch.observe import trace_main
+
+        return trace_main(arguments[1:])
     words, command = split(arguments)
     parser = _parser()
     options = parser.parse_args(words)

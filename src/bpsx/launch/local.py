@@ -21,6 +21,8 @@ from pathlib import Path
 from types import FrameType
 
 from bpsx.config import Config, child_environment
+from bpsx.errors import ConfigError
+from bpsx.launch import record
 from bpsx.launch.output import Pump
 from bpsx.launch.roles import MODULES, Plan, cannot_run, child_setup, heeded, module_command
 
@@ -102,6 +104,7 @@ class Job:
         self._ended: list[_Child] = []
         self._ending = Ending(plan.grace, plan.kill_after)
         self._stop: list[int] = []  # signals that told us to stop
+        self._record: Path | None = None
         self._trouble: tuple[str, int] | None = None  # what went wrong here, and the exit status for it
 
     def run(self) -> int:
@@ -118,6 +121,8 @@ class Job:
                 self._settle()
             finally:
                 self._sweep()
+                if self._record is not None:
+                    record.remove(self._record)
         return self._status()
 
     # Starting
@@ -130,11 +135,22 @@ class Job:
         port = self._plan.port
         if self._plan.servers:
             port = self._start_scheduler()
+            self._make_record(port)
         started = [("server", i) for i in range(self._plan.servers)] + [("worker", i) for i in range(self._plan.workers)]
         for role, index in started:
             if not (self._stop or self._trouble):
                 self._start(f"{role} {index}", role, self._plan.environment(role, index, port))
         return None
+
+    def _make_record(self, port: int) -> None:
+        """Let bpsx-run top find the job. It runs without, too."""
+        environment = self._plan.environment("worker", 0, port)
+        if self._stop or self._trouble:
+            return
+        try:
+            self._record = record.write(environment["DMLC_PS_ROOT_URI"], port, environment.get("BPSX_SECRET", ""), self._plan.command)
+        except (OSError, ConfigError) as error:
+            self._pump.say(f"bpsx-run top will not find this job: {error}")
 
     def _start_scheduler(self) -> int:
         """Start it and return the port on which it listens."""

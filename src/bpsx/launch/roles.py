@@ -55,6 +55,8 @@ class Plan:
         if role == "worker":
             changes["DMLC_WORKER_ID"] = str(index)
         environment = child_environment(**changes)
+        if role == "worker":    # they share a file system and all have the local rank 0
+            environment["BYTEPS_TRACE_DIR"] = os.path.join(environment.get("BYTEPS_TRACE_DIR") or "traces", f"worker-{index}")
         environment.setdefault("PYTHONUNBUFFERED", "1")  # into a pipe, Python would print when it is done
         return environment
 

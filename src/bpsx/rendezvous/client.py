@@ -44,6 +44,7 @@ class Link:
         self._stopping = False
         self._descriptor = -1       # of the connection on which the hub spoke to us
         self._thread: threading.Thread | None = None
+        self._early: list[dict[str, Any]] = []      # read by `news`, not for its caller
         self.goodbye = threading.Event()
 
     # ---- joining
@@ -107,7 +108,10 @@ class Link:
 
     def news(self) -> dict[str, Any] | None:
         """A message that is there already, between :meth:`join` and :meth:`start`."""
-        return self._receive(0)
+        message = self._receive(0)
+        if message is not None and message["type"] != "LOST":
+            self._early.append(message)
+        return message
 
     # ---- while the job runs
 
@@ -137,6 +141,8 @@ class Link:
         for thing in (self._socket, self._monitor, self._wake) + ((watch[0],) if watch else ()):
             poller.register(thing, zmq.POLLIN)
         next_tick = time.monotonic() + TICK
+        for message in self._early:
+            handle(message)
         while not self._stopping:
             poller.poll(max(0, int((next_tick - time.monotonic()) * 1000)) + 1)
             try:

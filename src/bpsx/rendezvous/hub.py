@@ -20,10 +20,13 @@ from bpsx.config import Config
 from bpsx.errors import ConfigError, TransportError
 from bpsx.rendezvous import messages
 from bpsx.rendezvous.membership import Membership, Output, names
+from bpsx.rendezvous.metrics import Exporter
+from bpsx.rendezvous.observers import KINDS, Observers
 from bpsx.rendezvous.sockets import open_socket
 from bpsx.transports.address import is_ipv6, resolve, tcp_url
 
 log = logging.getLogger("bpsx.scheduler")
+connections = logging.getLogger("bpsx.connections")
 REPORT_EVERY = 10.0
 GRACE = 5.0
 
@@ -50,6 +53,14 @@ class Hub:
             config.num_worker, config.num_server, config.local_size, secrets.randbits(63),
             stall_warn=config.stall_warn, deadlock_after=config.deadlock_after,
         )
+        self._observers = Observers(self._members, config.root_uri)
+        try:
+            self._exporter = Exporter.serving(config.metrics_port, self._observers)
+        except TransportError:
+            self._socket.disable_monitor()
+            self._context.destroy(0)
+            os.close(self._wake)
+            raise
 
     def _bind(self) -> int:
         host = self._config.root_uri
@@ -89,6 +100,8 @@ class Hub:
             self._gather()
             if self._members.state == "running":
                 log.info("the job is complete: %s", names(self._members.present()))
+                if self._exporter is not None:
+                    self._send(self._observers.watch_for(1e9))
                 while self._members.state == "running":
                     self._turn(None)
             self._farewell()
@@ -96,6 +109,8 @@ class Hub:
             self._send(self._members.abort(f"the scheduler was ended by {e}"))
             self._farewell()
         finally:
+            if self._exporter is not None:
+                self._exporter.close()
             self._socket.disable_monitor()
             self._context.destroy(500)
             os.close(self._wake)
@@ -166,6 +181,7 @@ class Hub:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))
             ident = self._descriptors.pop(int(event["value"]), None)
             if ident is not None:
+                connections.info("the connection of %s is gone", self._members.nodes.get(ident, "a former node"))
                 self._send(self._members.gone(ident, "its connection to the scheduler broke"))
 
     def _parse(self, ident: bytes, frames: list[Any]) -> dict[str, Any] | None:
@@ -195,7 +211,11 @@ class Hub:
             if any(m["type"] == "REFUSED" for _, m in out):
                 log.warning("refused %s %d (%s, pid %d): %s", message["role"], message["rank"], message["host"], message["pid"],
                             out[0][1]["reason"])
+            else:
+                connections.info("%s has connected from %s", f"{message['role']} {max(message['rank'], 0)}", message["host"])
             return out or [(ident, self._status())]
+        if kind in KINDS:
+            return self._observers.handle(ident, message, time.monotonic())
         if kind == "DECLARE":
             return self._members.declare(ident, message)
         if kind == "WAITING":

@@ -242,6 +242,9 @@ class Membership:
     def asynchronous(self) -> bool:
         """Whether no worker waits for another, so that the job goes on when one dies."""
         return any(n.config.get(_ASYNC) for n in self.nodes.values())
+    def waits(self, rank: int) -> list[tuple[str, int, float]]:
+        """What worker ``rank`` has waited for too long: see :meth:`Stalls.waits`."""
+        return self._stalls.waits(rank)[:8]
 
     def _end_deadlock(self, live: list[Node]) -> list[Output]:
         """Fail what nobody will ever get, on everybody: a declaration given up by one worker alone would leave its push in the sum."""

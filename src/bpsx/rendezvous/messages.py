@@ -1,7 +1,8 @@
 """The control link's messages: JSON objects with a type, checked field by field. Pure.
 
-A node sends HELLO, DECLARE, WAITING, JOIN, CLEARED, BYE; the hub sends STATUS, WELCOME, REFUSED, PLACED, FAILED, WARN, JOINED, CLEAR, ALL_JOINED,
-UNJOINED, LEFT, LOST, END, GOODBYE.
+A node sends HELLO, DECLARE, WAITING, JOIN, CLEARED, BYE; the hub sends STATUS, WELCOME, REFUSED, PLACED, FAILED, WARN, JOINED, CLEAR, ADOPT,
+ALL_JOINED, UNJOINED, LEFT, LOST, END, GOODBYE.
+For those who look on, a node sends CLOCK, STATS, TRACED, an observer OBSERVE; the hub sends CLOCK, WATCH, TRACE, and VIEW to the observer.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
     "JOIN": {},
     "CLEARED": {"generation": _POSITION},
     "BYE": {"failure": _TEXT},
+    "CLOCK": {"at": (int, 0, 2**63)},
+    "STATS": {"at": (int, 0, 2**63), "values": (dict, 0, 64), "late": (list, 0, 65536)},
+    "TRACED": {"path": _TEXT, "records": (int, 0, 2**40)},
+    "OBSERVE": {"protocol": _POSITION, "trace": (int, -1, 3600)},
 }
 
 
@@ -66,8 +71,18 @@ def check(message: dict[str, Any]) -> None:
         raise BadMessage("HELLO: lanes are not addresses")
     if message["type"] == "DECLARE" and not all(isinstance(d, int) and not isinstance(d, bool) and 0 <= d < 2**62 for d in message["shape"]):
         raise BadMessage("DECLARE: shape is not a list of sizes")
+    if message["type"] == "STATS":
+        _check_stats(message["values"], message["late"])
     if message["type"] == "WAITING":
         _check_waiting(message["tensors"])
+
+
+def _check_stats(values: dict[str, Any], late: list[Any]) -> None:
+    if not all(len(k) < 64 and isinstance(v, int) and not isinstance(v, bool) and -2**63 <= v < 2**64 for k, v in values.items()):
+        raise BadMessage("STATS: a value is not a number with a short name")
+    for item in late:
+        if not isinstance(item, list) or len(item) != 2 or not all(isinstance(x, int) and 0 <= x < 2**63 for x in item):
+            raise BadMessage("STATS: an item of late is not [rounds, nanoseconds]")
 
 
 def _check_waiting(tensors: list[Any]) -> None:

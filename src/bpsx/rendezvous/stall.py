@@ -35,6 +35,12 @@ class Stalls:
         self._by_rank[rank] = {(n, g): _Wait(r, s) for n, g, r, s in tensors}
         (self._truncated.add if more else self._truncated.discard)(rank)
 
+    def waits(self, rank: int, warn_after: float | None = None) -> list[tuple[str, int, float]]:
+        """What worker ``rank`` has waited for longer than a warning takes, the longest first: (tensor, round, seconds)."""
+        limit = self._warn_after if warn_after is None else warn_after
+        found = [(k[0], w.round, w.seconds) for k, w in list(self._by_rank.get(rank, {}).items()) if w.seconds >= limit]
+        return sorted(found, key=lambda x: -x[2])
+
     def _lacking(self, key: Key, ranks: Sequence[int]) -> list[int]:
         """Workers that have not pushed ``key``, as far as one can know."""
         return [r for r in ranks if r not in self._truncated and key not in self._by_rank.get(r, {})]

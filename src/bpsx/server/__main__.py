@@ -15,11 +15,13 @@ from bpsx.host import keep_memory, own_host
 from bpsx.kernels import load
 from bpsx.logs import configure
 from bpsx.rendezvous.client import Link
+from bpsx.reporting import Reporter
 from bpsx.server._engine import Lane
 from bpsx.transports import open_endpoint
 from bpsx.transports.base import Endpoint
 
 log = logging.getLogger("bpsx.server")
+connections = logging.getLogger("bpsx.connections")
 #: After a failure a server stays this long at most: workers shall hear who has died before they lose their servers too.
 LINGER_SECONDS = 3.0
 
@@ -36,6 +38,7 @@ class Server:
         self._signal = 0
         self._lanes: list[Lane] = []
         self._link: Link
+        self._reporter: Reporter
 
     def run(self) -> int:
         """Join the job and sum until it ends; returns the exit status. Raises :class:`~bpsx.errors.BpsxError` if it never begins."""
@@ -52,8 +55,11 @@ class Server:
             welcome = link.join("server", -1, host, [e.bind(host) for e in endpoints])
             warm_up.join()
             self._joined = True
+            self._reporter = Reporter(config, "server", welcome["rank"], host, writers=len(endpoints), workers=welcome["workers"],
+                                      processes=welcome["processes"])
+            self._reporter.attach(link.send, self._stats)
             threads = self._start_lanes(endpoints, welcome)
-            link.start(self._handle, lost=self._alone, tick=lambda: None)
+            link.start(self._handle, lost=self._alone, tick=self._reporter.tick)
             self._wait()
             self._stop(link, threads)
         finally:
@@ -68,7 +74,8 @@ class Server:
         for i, endpoint in enumerate(endpoints):
             endpoint.join(welcome["job"], i)
             lane = Lane(endpoint, job=welcome["job"], workers=welcome["workers"], processes=welcome["processes"], fixed_order=config.fixed_order,
-                        asynchronous=config.asynchronous, scheduled=config.server_schedule, spin_us=config.spin_us, log=log.error)
+                        asynchronous=config.asynchronous, scheduled=config.server_schedule, spin_us=config.spin_us, log=log.error,
+                        watch=self._reporter.watchers[i])
             self._lanes.append(lane)
             threads.append(threading.Thread(target=self._run_lane, args=(lane,), name=f"bpsx-lane-{i}"))
         for thread in threads:
@@ -96,11 +103,17 @@ class Server:
             lane.stop()
         for thread in threads:
             thread.join()
+        self._reporter.close()
         link.leave(self._failure, self._config.shutdown_timeout)
         for i, lane in enumerate(self._lanes):
             counters = lane.counters()
             level = logging.WARNING if counters["malformed"] or counters["dropped"] else logging.INFO
             log.log(level, "lane %d: %s", i, ", ".join(f"{k} {v}" for k, v in counters.items()))
+
+    def _stats(self) -> dict[str, int]:
+        """What all lanes have done, together."""
+        parts = [{**lane.counters(), **watcher.stats()} for lane, watcher in zip(self._lanes, self._reporter.watchers)]
+        return {name: sum(part[name] for part in parts) for name in parts[0]}
 
     def interrupt(self, signum: int) -> None:
         """End because of a signal: the job fails, and says why. Before it has begun nobody has to be told."""
@@ -112,6 +125,7 @@ class Server:
     def _handle(self, message: dict[str, Any]) -> None:
         kind = message["type"]
         if kind == "LEFT":
+            connections.info("worker %d has left", message["rank"])
             for lane in self._lanes:
                 lane.gone(message["rank"])
         elif kind == "JOINED":
@@ -125,6 +139,8 @@ class Server:
             self._lost(message["text"])
         elif kind == "END":
             self._over.set()
+        else:
+            self._reporter.handle(message)
 
     def _alone(self, text: str) -> None:
         """The scheduler is gone. The workers see that themselves, so nothing is left to wait for."""

@@ -8,7 +8,7 @@ class Lane:
 
     def __init__(
         self, endpoint: Any, *, job: int, workers: int, processes: int = 1, asynchronous: bool = False, fixed_order: bool = False,
-        scheduled: bool = False, spin_us: float = 0, log: Callable[[str], object] = ...,
+        scheduled: bool = False, spin_us: float = 0, log: Callable[[str], object] = ..., watch: Any = None,
     ) -> None: ...
     def load(self, dtype: int) -> None:
         """Make sure that the kernels of a dtype code are there. Raises :class:`KeyError` for an unknown code."""

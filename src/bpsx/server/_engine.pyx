@@ -10,12 +10,15 @@ from libc.string cimport memcpy, memset
 from bpsx.core.header cimport ASYNC, BROADCAST, MAX_NAME_BYTES, PING, PUSH, REGISTER, Header, next_record
 from bpsx.core.status cimport E_LEFT, E_MEMORY, E_PROTOCOL
 from bpsx.core.sync cimport atomic_load, atomic_store, now_ns, yield_cpu
+from bpsx.core.watch cimport Watch, watched
 from bpsx.kernels.abi cimport Kernels, add_fn, divide_fn, finish_fn, pair_fn, start_fn
 from bpsx.server.answer cimport close_round, fail_round, flush_all, let_go, send_error, send_pong
 from bpsx.server.delta cimport push_delta
 from bpsx.server.lane cimport (
-    MAX_PARTITION_BYTES, MAX_SLOTS, N_DTYPES, RECEIVE_AT_ONCE, Lane as CLane, Out, Pending,
+    MAX_PARTITION_BYTES, MAX_SLOTS, N_DTYPES, RECEIVE_AT_ONCE, Lane as CLane, Out,
 )
+from bpsx.server.notes cimport note_delta, note_key, note_message, note_push, note_sum
+from bpsx.server.pending cimport keep_pending
 from bpsx.server.store cimport (
     FAILED, MALFORMED, REPEATED, Entry, Share, Verdict, add, count_push, entry_free, entry_new, memory_for, open_next_round,
 )
@@ -49,7 +52,7 @@ cdef bint grow(CLane *lane, uint32_t slot) noexcept nogil:
     return True
 
 
-cdef int register(CLane *lane, Header *h) noexcept nogil:
+cdef int register(CLane *lane, Header *h, const char *name) noexcept nogil:
     """A worker announces a key. All announcements of a slot must agree; the scheduler has seen to that."""
     cdef Entry *e
     cdef Kernels *k
@@ -64,7 +67,11 @@ cdef int register(CLane *lane, Header *h) noexcept nogil:
     if h.cookie % k.itemsize or not grow(lane, h.slot):
         return -1
     lane.entries[h.slot] = entry_new(h.key, h.cookie, h.dtype, k, lane.workers)
-    return 0 if lane.entries[h.slot] != NULL else -1
+    if lane.entries[h.slot] == NULL:
+        return -1
+    if lane.watch != NULL:
+        note_key(lane.watch, h, name)
+    return 0
 
 
 cdef void hold(CLane *lane, Entry *e, uint32_t rank, Message *m, char *body, bint *kept) noexcept nogil:
@@ -184,6 +191,8 @@ cdef void abandon(CLane *lane, Entry *e, uint32_t who) noexcept nogil:
     fail_round(lane, e)
     drop_held(lane, e)
     let_go(lane, e.first)
+    if lane.watch != NULL and e.pushed:
+        lane.watch.open_rounds -= 1
     open_next_round(e, lane.workers)
     e.status = E_LEFT
 
@@ -192,11 +201,17 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
     cdef Entry *e = lane.entries[h.slot] if h.slot < lane.n_entries else NULL
     cdef Verdict verdict
     cdef uint32_t who = 0
+    cdef int64_t begin = 0
+    cdef int rc
     if e == NULL or h.epoch != lane.epoch:
         send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)
         return -1
     if h.flags & ASYNC and not h.flags & BROADCAST:
-        return push_delta(lane, e, h, m, body, kept)
+        begin = now_ns() if lane.watch != NULL and watched(lane.watch) else 0
+        rc = push_delta(lane, e, h, m, body, kept)
+        if begin and rc == 0:
+            note_delta(lane, e, h, begin)
+        return rc
     if e.status == E_LEFT and h.key == e.key:
         # Such a round never closes: whatever a worker pushes from now on, in whatever round of its own, is answered so.
         send_error(lane, h.sender, h.key, h.round, h.cookie, E_LEFT, e.detail_a, 0)
@@ -210,8 +225,12 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
     if verdict == REPEATED:
         lane.repeated += 1
         return 0
+    if lane.watch != NULL:
+        begin = note_push(lane, e, h, body)
     if verdict != FAILED:
         contribute(lane, e, h, m, body, kept)
+        if lane.watch != NULL:
+            note_sum(lane, e, h, begin)
     if lane.somebody_gone and lacks_somebody(lane, e, &who):
         abandon(lane, e, who)
     elif complete(lane, e):
@@ -228,6 +247,8 @@ cdef void handle(CLane *lane, Message *m) noexcept nogil:
     cdef bint kept = False
     cdef int more = 1 if m.peer < lane.workers else -1
     lane.messages_in += 1
+    if lane.watch != NULL:
+        note_message(lane.watch, m)
     while more > 0:
         more = next_record(m.head, m.head_size, m.body, m.body_size, m.has_body, &at, &h, &body)
         if more <= 0:
@@ -238,7 +259,7 @@ cdef void handle(CLane *lane, Message *m) noexcept nogil:
             if push(lane, &h, m if body != NULL and body == m.body else NULL, body, &kept) != 0:
                 lane.malformed += 1
         elif h.kind == REGISTER:
-            if register(lane, &h) != 0:
+            if register(lane, &h, body) != 0:
                 lane.malformed += 1
         elif h.kind == PING:
             send_pong(lane, m.peer)
@@ -248,6 +269,8 @@ cdef void handle(CLane *lane, Message *m) noexcept nogil:
         lane.malformed += 1
     if not kept:
         let_go(lane, m)
+    if lane.watch != NULL:
+        lane.watch.arrived = 0
 
 
 cdef Message *receive(CLane *lane) noexcept nogil:
@@ -259,49 +282,6 @@ cdef Message *receive(CLane *lane) noexcept nogil:
         free(m)
         return NULL
     return m
-
-
-cdef bint more_urgent(Pending *a, Pending *b) noexcept nogil:
-    return a.urgency > b.urgency or (a.urgency == b.urgency and a.order < b.order)
-
-
-cdef int64_t urgency_of(Message *m) noexcept nogil:
-    """The highest priority in a message; control records go first."""
-    cdef Header h
-    cdef char *body = NULL
-    cdef size_t at = 0
-    cdef int64_t best = -(<int64_t>1 << 40)
-    while next_record(m.head, m.head_size, m.body, m.body_size, m.has_body, &at, &h, &body) > 0:
-        if h.kind == PING:
-            return <int64_t>1 << 40
-        if h.kind == PUSH:
-            best = max(best, <int64_t>h.priority)
-    return best if best > -(<int64_t>1 << 40) else <int64_t>1 << 40
-
-
-cdef bint keep_pending(CLane *lane, Message *m) noexcept nogil:
-    cdef uint32_t i, wanted
-    cdef Pending *grown
-    cdef Pending item
-    if lane.n_pending == lane.pending_capacity:
-        wanted = max(lane.pending_capacity * 2, <uint32_t>64)
-        grown = <Pending *>realloc(lane.pending, wanted * sizeof(Pending))
-        if grown == NULL:
-            return False
-        lane.pending = grown
-        lane.pending_capacity = wanted
-    item.message = m
-    item.urgency = urgency_of(m)
-    item.order = lane.arrivals
-    lane.arrivals += 1
-    i = lane.n_pending
-    lane.n_pending += 1
-    # Kept sorted, the most urgent last: messages come mostly in order of urgency, so this moves little.
-    while i > 0 and more_urgent(&lane.pending[i - 1], &item):
-        lane.pending[i] = lane.pending[i - 1]
-        i -= 1
-    lane.pending[i] = item
-    return True
 
 
 cdef int turn(CLane *lane) noexcept nogil:
@@ -324,6 +304,8 @@ cdef int turn(CLane *lane) noexcept nogil:
             handle(lane, m)
     if lane.n_pending:
         lane.n_pending -= 1
+        if lane.watch != NULL:
+            lane.watch.arrived = lane.pending[lane.n_pending].arrived
         handle(lane, lane.pending[lane.n_pending].message)
         n = 1
     return n
@@ -379,11 +361,11 @@ cdef void run(CLane *lane) noexcept nogil:
 cdef class Lane:
     """One lane over one endpoint. :meth:`run` blocks until :meth:`stop`; the other methods may be called from any thread."""
     cdef CLane c
-    cdef object endpoint, capsule, logger
+    cdef object endpoint, capsule, logger, watch
     cdef list kept
 
     def __cinit__(self, endpoint, *, uint64_t job, int workers, int processes=1, bint asynchronous=False, bint fixed_order=False,
-                  bint scheduled=False, double spin_us=0, log=print):
+                  bint scheduled=False, double spin_us=0, log=print, watch=None):
         memset(&self.c, 0, sizeof(CLane))
         self.endpoint = endpoint
         self.capsule = endpoint.abi()
@@ -400,6 +382,9 @@ cdef class Lane:
         self.c.gone = <int64_t *>calloc(workers, sizeof(int64_t))
         self.c.joined = <int64_t *>calloc(workers, sizeof(int64_t))
         self.logger = log
+        self.watch = watch
+        if watch is not None:
+            self.c.watch = <Watch *>PyCapsule_GetPointer(watch.abi(), b"bpsx.Watch")
         self.kept = []
         if self.c.outs == NULL or self.c.gone == NULL or self.c.joined == NULL:
             raise MemoryError(f"no memory for {workers} workers")
@@ -456,7 +441,7 @@ cdef class Lane:
         return {
             "rounds": self.c.rounds, "bytes": self.c.bytes, "messages_received": self.c.messages_in,
             "messages_sent": self.c.messages_out, "malformed": self.c.malformed, "repeated": self.c.repeated,
-            "dropped": self.c.dropped,
+            "dropped": self.c.dropped, "pending": self.c.n_pending,
         }
 
     def __dealloc__(self):

@@ -8,6 +8,7 @@ from bpsx.core.header cimport ANSWER, BATCH_BYTES, ERROR, HEADER_BYTES, INLINE, 
 from bpsx.core.status cimport E_JOINED, E_MEMORY, E_MISMATCH
 from bpsx.core.sync cimport atomic_add
 from bpsx.server.lane cimport Lane, Out
+from bpsx.server.notes cimport note_closed, note_closing
 from bpsx.server.store cimport Entry, finish_sum, memory_for, open_next_round
 from bpsx.transports.abi cimport Message
 
@@ -42,6 +43,8 @@ cdef inline void flush(Lane *lane, uint32_t rank) noexcept nogil:
     if out.frame == NULL:
         return
     lane.endpoint.send(lane.endpoint.self, rank, out.frame, out.size, frame_done, NULL, NULL, 0, NULL, NULL)
+    if lane.watch != NULL:
+        lane.watch.sent += out.size
     out.frame = NULL
     out.size = 0
     lane.messages_out += 1
@@ -118,6 +121,8 @@ cdef inline void send_result(Lane *lane, Entry *e, uint32_t rank, uint64_t cooki
     reply_header(lane, &h, ANSWER, rank, e, cookie)
     h.length = e.nbytes
     lane.endpoint.send(lane.endpoint.self, rank, &h, HEADER_BYTES, NULL, NULL, body, e.nbytes, result_done, r)
+    if lane.watch != NULL:
+        lane.watch.sent += HEADER_BYTES + e.nbytes
     lane.messages_out += 1
 
 
@@ -175,6 +180,8 @@ cdef inline void close_round(Lane *lane, Entry *e) noexcept nogil:
         end_broadcast(e)
     elif e.status == 0:
         finish_sum(e, lane.workers)
+    if lane.watch != NULL:
+        note_closing(lane, e)
     if e.status == 0:
         if e.first != NULL and e.nbytes > INLINE_BYTES:
             answer_large(lane, e)
@@ -185,4 +192,6 @@ cdef inline void close_round(Lane *lane, Entry *e) noexcept nogil:
     else:
         fail_round(lane, e)
         let_go(lane, e.first)
+    if lane.watch != NULL:
+        note_closed(lane, e)
     open_next_round(e, lane.workers)

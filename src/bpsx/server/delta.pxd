@@ -68,6 +68,7 @@ cdef inline int push_delta(Lane *lane, Entry *e, Header *h, Message *m, char *bo
         reply.length = e.nbytes
         put_record(lane, h.sender, &reply, e.value)
     e.shares[h.sender].round += 1
+    e.rounds += 1
     lane.rounds += 1
     lane.bytes += e.nbytes
     return 0

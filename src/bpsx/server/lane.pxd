@@ -2,6 +2,7 @@
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
+from bpsx.core.watch cimport Watch
 from bpsx.kernels.abi cimport Kernels
 from bpsx.server.store cimport Entry
 from bpsx.transports.abi cimport Endpoint, Message
@@ -19,6 +20,7 @@ cdef struct Out:                # small answers on their way to one worker
 cdef struct Pending:            # with BYTEPS_SERVER_ENABLE_SCHEDULE: a message that waits for its turn
     Message *message
     int64_t urgency
+    int64_t arrived             # when it came
     uint64_t order
 
 cdef struct Lane:
@@ -46,6 +48,7 @@ cdef struct Lane:
     bint somebody_gone
     int64_t *joined             # by rank: has called join(); rounds close without it
     bint somebody_joined
+    Watch *watch                # NULL: nobody wants to know
     # Counters
     int64_t rounds
     int64_t bytes               # of closed rounds

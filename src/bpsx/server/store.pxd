@@ -50,6 +50,13 @@ cdef struct Entry:
     char *wide                  # accumulator of the wide type, for half and 8-bit types of three and more workers
     char *sum                   # where the result is: first.body or small
     char *value                 # what asynchronous pushes add to, nbytes; NULL: none yet, and so zeros
+    uint32_t rounds             # that have ended
+    # For those who watch (server/notes.pxd):
+    int64_t opened_ns           # the open round's first push
+    int64_t latest_ns           # ... and its latest one, by this worker
+    uint32_t latest
+    int64_t closing_ns
+    uint8_t recorded            # the recordings that the round belongs to
 
 
 cdef inline Entry *entry_new(uint64_t key, uint64_t nbytes, uint8_t dtype, Kernels *kernels, uint32_t workers) noexcept nogil:
@@ -82,6 +89,7 @@ cdef inline void open_next_round(Entry *e, uint32_t workers) noexcept nogil:
         if e.shares[rank].pushed:
             e.shares[rank].round += 1
             e.shares[rank].pushed = False
+    e.rounds += 1
     e.pushed = 0
     e.added = 0
     e.next_rank = 0

@@ -1,0 +1,228 @@
+"""``bpsx-run top``: who is in a running job, what moves, and for whom the others wait. Refreshed in a terminal, or as plain lines."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+from bpsx.errors import RendezvousError
+from bpsx.launch.observe import Observer, add_job_arguments, find
+
+_HEAD = ("role", "rank", "host", "pid", "state", "in MB/s", "out MB/s", "push_pulls/s", "rounds/s", "queue", "waiting")
+#: Seconds waited per second below which a worker's lateness is not worth a word.
+_NOTABLE = 0.01
+
+
+class Rates:
+    """Turns the counters of successive views into rates. Pure."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[str, int], Mapping[str, Any]] = {}
+        self._slowest: dict[str, Any] | None = None
+
+    def of(self, view: Mapping[str, Any]) -> dict[str, Any]:
+        """The view with ``rates`` (per second, by counter) in each node that has reported twice, and ``slowest``."""
+        nodes, late = [], dict[int, list[float]]()
+        for node in view["nodes"]:
+            who = (node["role"], node["rank"])
+            before = self._before.get(who)
+            rates: dict[str, float] = dict((before or {}).get("rates", {}))
+            seconds = (node["at"] - before["at"]) / 1e9 if before and before["at"] else 0.0
+            if before and seconds > 0:
+                rates = {k: (v - before["values"].get(k, 0)) / seconds for k, v in node["values"].items()}
+                for rank, (new, old) in enumerate(zip(node["late"], before["late"], strict=False)):
+                    found = late.setdefault(rank, [0.0, 0.0])
+                    found[0] += (new[0] - old[0]) / seconds
+                    found[1] += (new[1] - old[1]) / 1e9 / seconds
+            made = {**node, "rates": rates if node["state"] == "running" else {}}
+            nodes.append(made)
+            if not before or not before["at"] or seconds > 0:
+                self._before[who] = made
+        if late:        # some server has reported since the last look
+            self._slowest = slowest(late)
+        return {**view, "nodes": nodes, "slowest": self._slowest}
+
+
+def slowest(late: Mapping[int, Sequence[float]]) -> dict[str, Any] | None:
+    """The worker for which rounds waited longest. ``late``: rank -> (rounds in which it was last, seconds that these waited for it), per
+    second. ``share``: of all rounds; ``behind``: seconds after the last but one, on average over these."""
+    if not late:
+        return None
+    rank = max(late, key=lambda r: late[r][1])
+    rounds = sum(x[0] for x in late.values())
+    if not late[rank][0] or late[rank][1] < _NOTABLE:
+        return None
+    return {"rank": rank, "share": late[rank][0] / rounds, "behind": late[rank][1] / late[rank][0]}
+
+
+def lines(view: Mapping[str, Any], where: str) -> list[str]:
+    """The table."""
+    title = (f"job at {where}: {view['state']}, {view['workers']} workers, {view['servers']} servers, {view['tensors']} tensors, "
+             f"up {view['seconds']:.0f} s")
+    rows = [_HEAD, *(_row(n) for n in view["nodes"])]
+    widths = [max(len(r[i]) for r in rows) for i in range(len(_HEAD))]
+    table = ["  ".join(t.rjust(w) if i in (1, 3) or i > 4 else t.ljust(w) for i, (t, w) in enumerate(zip(r, widths))).rstrip() for r in rows]
+    out = [title, "", *table, ""]
+    if view["missing"]:
+        out.append("missing: " + ", ".join(view["missing"]))
+    late = view.get("slowest")
+    if late:
+        out.append(f"slowest: worker {late['rank']}, last to push in {late['share']:.0%} of the rounds, on average "
+                   f"{late['behind'] * 1000:.1f} ms after the one before it")
+    elif view["state"] == "running":
+        out.append("slowest: no worker keeps the others waiting")
+    for node in view["nodes"]:
+        for tensor, round_, seconds in node["waits"]:
+            out.append(f"stalled: worker {node['rank']} has waited {seconds:.0f} s for tensor {tensor!r}, round {round_}")
+    if view["failure"]:
+        out.append(f"failed: {view['failure']}")
+    return [_printable(line) for line in out]
+
+
+def _printable(text: str) -> str:
+    """Without what a terminal might take for a command: names come from the network."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _row(node: Mapping[str, Any]) -> tuple[str, ...]:
+    rates, values = node.get("rates", {}), node["values"]
+    worker = node["role"] == "worker"
+
+    def rate(name: str, scale: float = 1.0) -> str:
+        return f"{rates[name] * scale:.1f}" if name in rates else "-"
+
+    def value(name: str) -> str:
+        return str(values.get(name, "-")) if node["state"] == "running" else "-"
+
+    return (node["role"], str(node["rank"]), node["host"], str(node["pid"]), node["state"], rate("bytes_received", 1e-6), rate("bytes_sent", 1e-6),
+            rate("push_pulls") if worker else "", "" if worker else rate("rounds"), value("queued" if worker else "pending"),
+            value("outstanding" if worker else "open_rounds"))
+
+
+@contextlib.contextmanager
+def _screen() -> Iterator[bool]:
+    """The terminal's other screen, keys unbuffered; everything as it was afterwards. Yields whether there are keys."""
+    keys = sys.stdin is not None and sys.stdin.isatty()
+    before = termios.tcgetattr(sys.stdin) if keys else None
+    try:
+        sys.stdout.write("\x1b[?1049h\x1b[?25l")
+        if keys:
+            tty.setcbreak(sys.stdin.fileno())
+        yield keys
+    finally:
+        if before is not None:
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        sys.stdout.write("\x1b[?25h\x1b[?1049l")
+        sys.stdout.flush()
+
+
+def _pause(seconds: float, keys: bool) -> bool:
+    """Wait; False if q was pressed."""
+    if not keys:
+        time.sleep(seconds)
+        return True
+    end = time.monotonic() + seconds
+    while select.select([sys.stdin], [], [], max(0.0, end - time.monotonic()))[0]:
+        pressed = os.read(sys.stdin.fileno(), 64)
+        if not pressed or b"q" in pressed.lower():
+            return False
+    return True
+
+
+def _draw(text: Sequence[str]) -> None:
+    size = os.get_terminal_size(sys.stdout.fileno())        # 0 and 0 if the terminal does not know
+    shown = [line[:size.columns or None] for line in text[:max((size.lines or 25) - 1, 1)]]
+    sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in shown) + "\x1b[J")
+    sys.stdout.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "bpsx-run top", description="Show a running job: its processes, what they move, and for whom the others wait. q or Ctrl-C ends it.",
+        epilog="queue: partitions (worker) or messages (server) that wait for their turn. waiting: push_pulls under way (worker), rounds that "
+        "lack somebody's push (server). Looking on changes nothing in the job.")
+    add_job_arguments(parser)
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (1)")
+    parser.add_argument("--once", action="store_true", help="look once (twice, to know the rates) and end")
+    parser.add_argument("--json", action="store_true", help="one JSON object per look and line")
+    return parser
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``bpsx-run top``. Returns the exit status: 0, or 1 when the job has failed or cannot be reached any more."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not 0.1 <= options.interval <= 3600:
+        parser.error(f"--interval {options.interval:g}: allowed is 0.1..3600")
+    signal.signal(signal.SIGTERM, _end)
+    last: list[str] = []
+    try:
+        with Observer(find(options.scheduler, options.job)) as observer:
+            if options.once or options.json or not sys.stdout.isatty():
+                return _plain(observer, options)
+            with _screen() as keys:
+                status, last = _live(observer, options.interval, keys)
+    except KeyboardInterrupt:
+        return 0
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)        # or the interpreter would complain again at its end
+        return 0
+    print("\n".join(last))
+    return status
+
+
+def _live(observer: Observer, interval: float, keys: bool) -> tuple[int, list[str]]:
+    """Refresh until q or the job's end; the exit status and what was shown last."""
+    rates = Rates()
+    shown: list[str] = []
+    while True:
+        try:
+            view = rates.of(observer.ask())
+        except RendezvousError as e:
+            if not shown:
+                raise
+            return 0, [*shown, "the job is over: " + str(e)]
+        shown = lines(view, observer.where)
+        _draw(shown)
+        if view["state"] in ("done", "failed"):
+            return int(view["state"] == "failed"), shown
+        if not _pause(interval, keys):
+            return 0, shown
+
+
+def _plain(observer: Observer, options: argparse.Namespace) -> int:
+    """Lines for pipes and programs."""
+    rates = Rates()
+    looks = 0
+    while True:
+        try:
+            view = rates.of(observer.ask())
+        except RendezvousError as e:
+            if not looks:
+                raise
+            print(f"bpsx-run top: the job is over: {e}", file=sys.stderr)
+            return 0
+        looks += 1
+        over = view["state"] in ("done", "failed")
+        complete = any(n["rates"] for n in view["nodes"]) or view["state"] != "running" or looks > 5
+        if not options.once or over or complete:
+            view.pop("type", None)
+            print(json.dumps(view) if options.json else "\n".join(lines(view, observer.where)), flush=True)
+        if over or (options.once and complete):
+            return int(view["state"] == "failed")
+        time.sleep(max(options.interval, 1.1) if options.once else options.interval)

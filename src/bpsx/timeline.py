@@ -1,0 +1,198 @@
+"""Trace records become Chrome's trace JSON, and the files of a job become one. Pure, apart from reading and writing the files.
+
+``python -m bpsx.timeline merge DIR [-o FILE]`` joins what the processes of a job have written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bpsx.clock import Estimate, offset_at
+from bpsx.pipeline import Stage
+
+_RECORD = struct.Struct("<qqQQIIBBhI")
+#: The same for NumPy.
+LAYOUT = [("begin", "<i8"), ("end", "<i8"), ("key", "<u8"), ("nbytes", "<u8"), ("step", "<u4"), ("peer", "<u4"), ("what", "u1"), ("flags", "u1"),
+          ("status", "<i2"), ("spare", "<u4")]
+TOTAL, RECEIVE, SUM, SEND, ROUND = 0, 64, 65, 66, 67
+WINDOW, LIVE = 1, 2
+#: What a record is of, by its code: the stages by their own names, and what only servers do.
+NAMES: dict[int, str] = {**{s.value: s.name for s in Stage if s is not Stage.END},
+                         RECEIVE: "RECEIVE", SUM: "SUM", SEND: "SEND", ROUND: "ROUND"}
+FILE = "comm.json"
+
+
+class Record(NamedTuple):
+    """``Record`` of ``core/watch.pxd``. Times in ns of the process's monotonic clock."""
+
+    begin: int
+    end: int
+    key: int
+    nbytes: int
+    step: int
+    peer: int
+    what: int
+    flags: int
+    status: int
+
+
+def unpack(data: bytes) -> Iterator[Record]:
+    """The records in ``data``, which :meth:`bpsx._watch.Watcher.take` returned."""
+    for fields in _RECORD.iter_unpack(data):
+        yield Record(*fields[:9])
+
+
+def pack(begin: int, end: int, key: int, nbytes: int, step: int, what: int, flags: int) -> bytes:
+    """A record made in Python."""
+    return _RECORD.pack(begin, end, key, nbytes, step, 0, what, flags, 0, 0)
+
+
+def event(r: Record, tensor: str, ts: int, end: int) -> dict[str, Any]:
+    """A complete event. ``ts`` and ``end`` in microseconds: whole ones, so that what is nested stays nested and no digit is lost."""
+    name = f"Comm.{tensor}"
+    args: dict[str, Any] = {"name": name, "step": r.step, "bytes": r.nbytes}
+    tid = str(r.key)
+    if r.what == TOTAL:
+        tid = "total"
+    elif r.what in (RECEIVE, SUM):
+        # Of one key and worker these follow each other; of one key alone a push may arrive while another one is summed.
+        tid += f" worker {r.peer}"
+        args["worker"] = r.peer
+    elif r.what == ROUND:
+        args["last"] = r.peer
+    if r.status < 0:
+        args["status"] = r.status
+    full = name if r.what == TOTAL else f"{name}.{NAMES.get(r.what, f'STAGE_{r.what}')}"
+    return {"ph": "X", "args": args, "pid": name, "name": full, "ts": ts, "dur": end - ts, "tid": tid}
+
+
+def events(records: Sequence[Record], names: Mapping[int, str], estimates: list[Estimate]) -> list[dict[str, Any]]:
+    """Events in order of time. ``names``: key -> tensor; ``estimates`` of the scheduler's clock, in order, at least one.
+
+    A push_pull that was submitted while an earlier one of the same tensor was under way is drawn from that one's end on: events of one
+    row must not overlap. ``args.submitted`` has the time then.
+    """
+    made = []
+    busy: dict[str, int] = {}
+    for r in sorted(records, key=lambda r: (r.end if r.what == TOTAL else r.begin)):
+        tensor = names.get(r.key, f"key {r.key}")
+        offset = offset_at(estimates, r.begin)      # one for both ends: durations are the own clock's
+        ts, end = (r.begin + offset) // 1000, (r.end + offset) // 1000
+        made.append(event(r, tensor, ts, end))
+        if r.what == TOTAL:
+            if busy.get(tensor, ts) > ts:
+                made[-1]["args"]["submitted"] = ts
+                ts = min(busy[tensor], end)
+                made[-1].update(ts=ts, dur=end - ts)
+            busy[tensor] = end
+    return sorted(made, key=lambda e: (e["ts"], -e["dur"]))
+
+
+def document(made: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str:
+    """The whole file: one event per line; ``about`` says whose it is."""
+    lines = ",\n".join(json.dumps(e, separators=(", ", ": ")) for e in made)
+    return f'{{"traceEvents": [\n{lines}\n],\n"displayTimeUnit": "ms",\n"otherData": {json.dumps(dict(about))}}}\n'
+
+
+def write(path: Path, text: str) -> None:
+    """Write the file whole or not at all: who dies half-way leaves the one that was there. Raises :class:`OSError`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        draft.write_text(text)
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def merge(folder: Path) -> dict[str, Any]:
+    """The job's timeline out of the files below ``folder``: one process per role and rank, one row per tensor and partition.
+
+    Raises :class:`ValueError` naming a file that is none of ours, or if there is none.
+    """
+    found: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    titles: dict[tuple[int, int], str] = {}
+    for path in sorted(folder.rglob("comm*.json")):
+        made, about = _read(path)
+        who = (0 if about["role"] == "worker" else 1, int(about["rank"]))
+        found.setdefault(who, []).extend(made)
+        titles[who] = f"{about['role']} {about['rank']} ({about.get('host', '?')}, pid {about.get('pid', '?')})"
+    if not found:
+        raise ValueError(f"{folder}: no comm.json in it or below")
+    out: list[dict[str, Any]] = []
+    for pid, who in enumerate(sorted(found), 1):
+        out += _process(pid, titles[who], found[who])
+    return {"traceEvents": out, "displayTimeUnit": "ms"}
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    try:
+        text = json.loads(path.read_text())
+        about, made = text["otherData"], text["traceEvents"]
+        if not isinstance(made, list) or about["role"] not in ("worker", "server"):
+            raise ValueError("no timeline of a worker or server")
+        int(about["rank"])
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{path}: not written by bpsx: {e}") from e
+    return made, about
+
+
+def _process(pid: int, title: str, made: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One process's events with numbers for pid and tid, which all viewers take, and the names that belong to them."""
+    out: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": title}},
+        {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}},
+    ]
+    rows: dict[tuple[str, str], int] = {}
+    for e in sorted(made, key=lambda e: (e["ts"], -e["dur"])):
+        row = (str(e["pid"]).removeprefix("Comm."), str(e["tid"]))
+        tid = rows.setdefault(row, len(rows) + 1)
+        out.append({**e, "pid": pid, "tid": tid})
+    # A tensor's rows stay together, its total first, in the order in which tensors appear.
+    order = {tensor: i for i, tensor in enumerate(dict.fromkeys(t for t, _ in rows))}
+    for i, ((tensor, part), tid) in enumerate(sorted(rows.items(), key=lambda item: (order[item[0][0]], _place(item[0][1])))):
+        out.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": f"{tensor}: {part}"}})
+        out.append({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": i}})
+    return out
+
+
+def _place(row: str) -> tuple[int, str]:
+    """Where a row stands among its tensor's: the total first, then by key, on servers with the workers below."""
+    key, _, rest = row.partition(" ")
+    return (int(key) if key.isdigit() else -1, rest)
+
+
+def merge_to(folder: Path, path: Path) -> int:
+    """Merge the files below ``folder`` into ``path``; returns how many events. Raises :class:`ValueError`, :class:`OSError`."""
+    merged = merge(folder)
+    write(path, json.dumps(merged))
+    return sum(e["ph"] == "X" for e in merged["traceEvents"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``merge DIR [-o FILE]``. Returns the exit status."""
+    import argparse
+
+    parser = argparse.ArgumentParser("python -m bpsx.timeline", description="Join the timelines that the processes of a job have written.")
+    parser.add_argument("action", choices=["merge"])
+    parser.add_argument("folder", type=Path, help="the job's BYTEPS_TRACE_DIR, with what other machines wrote copied into it")
+    parser.add_argument("-o", "--output", type=Path, help="default: merged.json in the folder")
+    options = parser.parse_args(arguments)
+    path = options.output or options.folder / "merged.json"
+    try:
+        print(f"{merge_to(options.folder, path)} events in {path}")
+    except (ValueError, OSError) as e:
+        print(f"bpsx.timeline: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

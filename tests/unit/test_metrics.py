@@ -1,0 +1,169 @@
+"""The metrics' text against a strict reader of the format, and the observers' part in the scheduler."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from test_rendezvous import running
+
+from bpsx.rendezvous import messages
+from bpsx.rendezvous.metrics import METRICS, exposition
+from bpsx.rendezvous.observers import LEASE, RENEW, Observers
+from source.places import ROOT
+
+_NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
+_LABEL = r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\["\\n])*)"'
+_SAMPLE = re.compile(rf"({_NAME})(?:\{{({_LABEL}(?:,{_LABEL})*)\}})? (-?[0-9.eE+-]+|NaN|[+-]Inf)")
+
+
+def parse(text: str) -> dict[str, tuple[str, dict[tuple, float]]]:
+    """Text format 0.0.4, strictly: metric -> (type, labels -> value)."""
+    assert text.endswith("\n")
+    found: dict[str, tuple[str, dict[tuple, float]]] = {}
+    helped, current = set(), None
+    for line in text[:-1].split("\n"):
+        if line.startswith("# HELP "):
+            name, help_ = re.fullmatch(rf"# HELP ({_NAME}) (\S.*)", line).groups()
+            assert name not in helped and "\\" not in help_
+            helped.add(name)
+            current = name
+        elif line.startswith("# TYPE "):
+            name, kind = re.fullmatch(rf"# TYPE ({_NAME}) (counter|gauge)", line).groups()
+            assert name == current and name not in found, "TYPE comes once, after its HELP and before its samples"
+            found[name] = (kind, {})
+        else:
+            match = _SAMPLE.fullmatch(line)
+            assert match, line
+            assert match[1] == current, "samples of one metric stand together"
+            labels = tuple(re.findall(_LABEL, match[2] or ""))
+            assert labels not in found[match[1]][1], f"twice: {line}"
+            found[match[1]][1][labels] = float(match[7] if match[7] is not None else match[0].rsplit(" ", 1)[1])
+    return found
+
+
+def observed(members=None):
+    members = members or running(2, 1)
+    return members, Observers(members, "h")
+
+
+def stats(at=1, late=(), **values):
+    return {"type": "STATS", "at": at, "values": values, "late": [list(x) for x in late]}
+
+
+OBSERVE = {"type": "OBSERVE", "protocol": messages.PROTOCOL, "trace": 0}
+
+
+def test_every_figure_can_be_read():
+    _, o = observed()
+    o.handle(b"w1", stats(push_pulls=7, busy_ns=1_500_000_000, bytes_sent=2**60), 10.0)
+    o.handle(b"s0", stats(late=[(1, 0), (9, 2_500_000_000)], rounds=10, waited_ns=3), 10.0)
+    found = parse(exposition(o.view(12.0)))
+    w1 = (("role", "worker"), ("rank", "1"), ("host", "h"))
+    s0 = (("role", "server"), ("rank", "0"), ("host", "h"))
+    assert found["bpsx_push_pulls_total"] == ("counter", {w1: 7.0})
+    assert found["bpsx_busy_seconds_total"][1][w1] == 1.5
+    assert found["bpsx_sent_bytes_total"][1][w1] == 2.0**60
+    assert found["bpsx_report_age_seconds"] == ("gauge", {w1: 2.0, s0: 2.0})
+    assert found["bpsx_worker_late_seconds_total"][1] == {(*s0, ("worker", "0")): 0.0, (*s0, ("worker", "1")): 2.5}
+    assert found["bpsx_worker_last_rounds_total"][1][(*s0, ("worker", "1"))] == 9.0
+    assert found["bpsx_round_wait_seconds_total"][1][s0] == pytest.approx(3e-9)
+
+
+def test_a_host_may_be_called_anything():
+    members, o = observed()
+    members.nodes[b"w0"].host = 'a"b\\c\nd'
+    values = parse(exposition(o.view(0.0)))["bpsx_up"][1]
+    assert any(dict(labels)["host"] == 'a\\"b\\\\c\\nd' for labels in values)
+
+
+def test_names_follow_the_conventions():
+    for metric in METRICS:
+        assert re.fullmatch(r"bpsx_[a-z_]+", metric.name)
+        assert (metric.kind == "counter") == metric.name.endswith("_total")
+        assert metric.help.endswith(".") and "\n" not in metric.help and "\\" not in metric.help
+        assert not metric.source.endswith("_ns") or ("_seconds" in metric.name and metric.scale == 1e-9)
+    assert len({m.name for m in METRICS}) == len(METRICS)
+
+
+def test_the_page_explains_every_metric():
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    assert set(re.findall(r"`(bpsx_[a-z_]+)`", page)) == {m.name for m in METRICS}
+
+
+def test_who_died_is_down():
+    members, o = observed()
+    members.gone(b"w1", "test")
+    up = {tuple(dict(k).values())[:2]: v for k, v in parse(exposition(o.view(0.0)))["bpsx_up"][1].items()}
+    assert up == {("scheduler", "0"): 1, ("worker", "0"): 0, ("worker", "1"): 0, ("server", "0"): 0}
+
+
+def test_stalls_are_counted():
+    members, o = observed()
+    members.waiting(b"w0", {"type": "WAITING", "tensors": [["x", 0, 3, 12.0], ["y", 0, 1, 11.0], ["z", 0, 1, 2.0]], "more": False}, 0.0)
+    found = parse(exposition(o.view(0.0)))
+    w0 = (("role", "worker"), ("rank", "0"), ("host", "h"))
+    assert found["bpsx_stalled_push_pulls"][1][w0] == 2 and found["bpsx_oldest_stall_seconds"][1][w0] == 12.0
+    assert o.view(0.0)["nodes"][0]["waits"] == [("x", 3, 12.0), ("y", 1, 11.0)]
+
+
+# ---- observers
+
+
+def test_an_observer_is_no_member_and_nodes_report_while_it_asks():
+    members, o = observed()
+    before = dict(members.nodes)
+    out = o.handle(b"o", OBSERVE, 100.0)
+    assert [(i, m["type"]) for i, m in out] == [(b"s0", "WATCH"), (b"w0", "WATCH"), (b"w1", "WATCH"), (b"o", "VIEW")]
+    assert out[0][1]["seconds"] == LEASE > RENEW
+    assert [m["type"] for _, m in o.handle(b"o", OBSERVE, 101.0)] == ["VIEW"]
+    assert "WATCH" in [m["type"] for _, m in o.handle(b"o2", OBSERVE, 100.0 + RENEW)]
+    assert members.nodes == before and members.state == "running"
+    assert members.gone(b"o", "died") == []
+
+
+def test_an_observer_may_ask_while_the_job_gathers():
+    from test_rendezvous import hello, members
+
+    m = members()
+    m.hello(b"w0", hello("worker", 0))
+    ((who, view),) = Observers(m, "h").handle(b"o", OBSERVE, 0.0)
+    assert who == b"o" and view["state"] == "waiting" and view["missing"] == ["worker 1", "1 of 1 servers"]
+
+
+def test_another_version_is_refused():
+    _, o = observed()
+    ((_, answer),) = o.handle(b"o", {**OBSERVE, "protocol": 99}, 0.0)
+    assert answer["type"] == "REFUSED" and "version 99" in answer["reason"]
+
+
+def test_a_recording_is_asked_of_everybody_and_its_files_are_told():
+    _, o = observed()
+    out = o.handle(b"o", {**OBSERVE, "trace": 5}, 0.0)
+    assert {i for i, m in out if m == {"type": "TRACE", "seconds": 5}} == {b"s0", b"w0", b"w1"}
+    o.handle(b"w1", {"type": "TRACED", "path": "/x", "records": 4}, 0.0)
+    o.handle(b"stranger", {"type": "TRACED", "path": "/y", "records": 4}, 0.0)
+    assert o.view(0.0)["traced"] == [{"number": 0, "role": "worker", "rank": 1, "host": "h", "path": "/x", "records": 4}]
+
+
+def test_strangers_report_nothing():
+    _, o = observed()
+    assert o.handle(b"o", stats(push_pulls=1), 0.0) == []
+    assert all(n["values"] == {} for n in o.view(0.0)["nodes"])
+
+
+def test_the_clock_is_told_to_anybody():
+    _, o = observed()
+    ((who, answer),) = o.handle(b"w0", {"type": "CLOCK", "at": 5}, 0.0)
+    assert who == b"w0" and answer["at"] == 5 and answer["wall"] > 1.7e18
+
+
+@pytest.mark.parametrize("message", [
+    stats(**{"x": "1"}), stats(**{"x": True}), stats(**{"x": 1.5}), stats(**{"x" * 64: 1}), stats(x=2**64), stats(late=[(1,)]), stats(late=[(1, -1)]),
+    stats(late=[("a", 1)]), {**stats(), "at": -1}, {**stats(), "values": []}, {**stats(), "late": {}}, {**OBSERVE, "trace": 3601},
+    {**OBSERVE, "trace": -2}, {**OBSERVE, "trace": True}, {"type": "OBSERVE"}, {"type": "CLOCK", "at": None},
+    {"type": "TRACED", "path": 3, "records": 0},
+])
+def test_messages_that_make_no_sense_are_refused(message):
+    with pytest.raises(messages.BadMessage):
+        messages.check(message)
