@@ -6,6 +6,7 @@ may run side by side. Leaving the ``with`` block ends every process that is stil
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -98,7 +99,8 @@ class Process:
             reader.join(10)
         for stream in (self.popen.stdin, self.popen.stdout, self.popen.stderr):
             if stream is not None:
-                stream.close()
+                with contextlib.suppress(BrokenPipeError):      # what it was told and never read
+                    stream.close()
 
 
 class Job:

@@ -63,13 +63,19 @@ class Link:
         who = f"{role} {rank}" if rank >= 0 else role
         missing = ""
         report = time.monotonic() + 10
+        alone = never = float("inf")    # when the scheduler, once heard and now gone, counts as dead
         while True:
-            message = self._receive(min(end, report) - time.monotonic())
+            message = self._receive(min(end, report, alone) - time.monotonic())
+            alone = alone if message is None else never
             if self._disconnected():
+                alone = min(alone, never if self._descriptor < 0 else time.monotonic() + self._config.gather_grace)
                 # The connection broke while the job was gathering; libzmq makes a new one, on which nobody knows us yet.
                 self._socket.send(hello)
                 continue
             now = time.monotonic()
+            if now >= alone:
+                raise RendezvousError(f"{who}: the {self.where} is gone: its connection broke, and it has not come back for "
+                                      f"{self._config.gather_grace:g} s, while the job was gathering")
             if message is None and now >= end:
                 raise RendezvousError(
                     f"{who}: the job has not come together after {self._config.rendezvous_timeout:g} s; "
@@ -78,6 +84,8 @@ class Link:
                 report = now + 10
                 log.warning("waiting for %s", missing or f"the {self.where}")
             elif message["type"] == "STATUS":
+                if not missing:
+                    log.info("%s: known to the %s, which waits for %s", who, self.where, message["missing"])
                 missing = str(message["missing"])
             elif message["type"] == "REFUSED":
                 raise RendezvousError(f"{who}: refused by the {self.where}: {message['reason']}")

@@ -15,6 +15,7 @@ from bpsx.placement import Placement
 from bpsx.rendezvous.messages import PROTOCOL
 from bpsx.rendezvous.registry import Registry
 from bpsx.rendezvous.stall import Stalls
+from bpsx.rendezvous.vanished import Vanished
 
 Output = tuple[bytes, dict[str, Any]]
 
@@ -48,6 +49,7 @@ class Membership:
         self.failure = ""
         self.nodes: dict[bytes, Node] = {}
         self.refused: dict[str, str] = {}       # who was turned away, and why
+        self.vanished = Vanished()
         self.registry: Registry | None = None
         self._stalls = Stalls(stall_warn, deadlock_after)
 
@@ -69,6 +71,7 @@ class Membership:
             self.local_size = int(node.config.get("BYTEPS_LOCAL_SIZE", self.local_size))
         self.nodes[ident] = node
         self.refused.pop(place, None)
+        self.vanished.back(node.role, node.rank)
         return self._start() if not self.missing() else []
 
     def _replace_reconnected(self, m: dict[str, Any]) -> None:
@@ -218,6 +221,7 @@ class Membership:
             return []
         if self.state == "waiting":
             del self.nodes[ident]
+            self.vanished.miss(node.role, node.rank, f"{node} is gone: {why}")
             return []
         node.left = True
         out = self._fail(f"{node} is gone: {why}") if self.state == "running" else []
