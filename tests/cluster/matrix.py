@@ -95,7 +95,7 @@ class Matrix:
         for place in self.places:
             place.mkdir(mode=0o700)
         self.mark = f"BPSX_MATRIX_{uuid.uuid4().hex}"
-        env = {"BYTEPS_LOG_LEVEL": "info", "BPSX_SHUTDOWN_TIMEOUT": "120", "TMPDIR": str(self.places[0]), "XDG_RUNTIME_DIR": str(self.places[1]), **env}
+        env = {"BYTEPS_LOG_LEVEL": "info", "BPSX_SHUTDOWN_TIMEOUT": "120" if stage == "shutdown" else "1", "TMPDIR": str(self.places[0]), "XDG_RUNTIME_DIR": str(self.places[1]), **env}
         self.job = Job(_WORKER.format(stage=stage, rounds=rounds), workers=3, servers=1, env={**env, "MATRIX_MARK": self.mark})
 
     def __enter__(self) -> Matrix:
@@ -147,12 +147,15 @@ class Matrix:
                     worker.say("go")
 
     def strike(self, role: str, way: str) -> Process:
-        """Do it to ``role``; then the others go on as far as they can."""
+        """Do it to ``role``; once it has taken effect, the others go on as far as they can."""
         victim = self.victim(role)
         victim.signal(WAYS[way])
         if self.stage == "push" and (victim is not self.server or way not in ("kill", "stop")):
             self.server.signal(signal.SIGCONT)
-        if way != "stop":
+        if way == "stop" or role == "scheduler":
+            # It ends later or not at all; what the others do before they know could still end well.
+            self.job.workers[0].wait_for_line(name_of(role, victim, self.job.port), DEADLINE)
+        else:
             victim.wait(DEADLINE)
         self.go(victim)
         return victim

@@ -93,7 +93,7 @@ class Hub:
                     self._turn(None)
             self._farewell()
         except Interrupted as e:
-            self._send(self._members.abort(f"the scheduler was ended by {e}"))
+            self._send(self._members.abort(f"the scheduler at {self._config.root_uri}:{self.port} was ended by {e}"))
             self._farewell()
         finally:
             self._socket.disable_monitor()
