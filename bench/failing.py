@@ -33,7 +33,7 @@ class Roles:
         self._folder = tempfile.TemporaryDirectory(prefix="bpsx-bench-")
         self._stack = contextlib.ExitStack()
         self._common = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NODE_HOST": "127.0.0.1", "DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": "1",
-                        "BYTEPS_FORCE_DISTRIBUTED": "1", "BYTEPS_LOG_LEVEL": "fatal", **environment}
+                        "BYTEPS_FORCE_DISTRIBUTED": "1", "BYTEPS_LOG_LEVEL": "fatal", "BPSX_SHUTDOWN_TIMEOUT": "60", **environment}
         self._count = workers
         self.workers: list[Child] = []
 

@@ -12,6 +12,7 @@ from bpsx import errors
 from bpsx._core import Core, Handle, Tensor
 from bpsx.config import Config
 from bpsx.dtypes import dtype_named
+from bpsx.forking import keep_from_children
 from bpsx.host import keep_memory, own_host
 from bpsx.logs import configure
 from bpsx.partitioner import partition, whole_pages
@@ -112,6 +113,7 @@ class Session:
             self._core = Core(self._endpoint, rank=self.rank, job=welcome["job"], lanes=len(lanes), credit=credit,
                               spin_us=self.config.spin_us)
             watched = self._endpoint.watch()
+            keep_from_children([link.address, *(address for _, address in lanes)])
             self._greet(link)
         except BaseException:
             for name in ("_core", "_endpoint"):     # as far as it came

@@ -22,7 +22,7 @@ from bpsx.errors import RendezvousError
 from bpsx.host import scheduler_address
 from bpsx.rendezvous import messages
 from bpsx.rendezvous.sockets import open_socket
-from bpsx.transports.address import is_ipv6, tcp_url
+from bpsx.transports.address import is_ipv6, join_host_port, tcp_url
 
 log = logging.getLogger("bpsx.link")
 TICK = 1.0
@@ -34,6 +34,7 @@ class Link:
     def __init__(self, config: Config) -> None:
         self._config = config
         self.where = f"scheduler at {config.root_uri}:{config.root_port}"
+        self.address = ""           # the same, numeric, once it is known
         self._context = zmq.Context(1)
         self._socket = open_socket(self._context, zmq.DEALER, config)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -55,6 +56,7 @@ class Link:
         """
         end = time.monotonic() + self._config.rendezvous_timeout
         address = scheduler_address(self._config)
+        self.address = join_host_port(address, self._config.root_port)
         self._socket.setsockopt(zmq.IPV6, int(is_ipv6(address)))
         self._socket.connect(tcp_url(address, self._config.root_port))
         hello = messages.encode("HELLO", protocol=messages.PROTOCOL, role=role, rank=rank, host=host, pid=os.getpid(), lanes=lanes,
