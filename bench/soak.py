@@ -72,8 +72,8 @@ def cycles(count: int, folder: str) -> list[Case]:
                 found = ask_all(job.workers, "resources")
                 course.append({name: max(f[name] for f in found) for name in found[0]})
                 progress(f"cycle {i} of {count}: {course[-1]}")
-    return [Case("cycles", float(count), "cycles", samples=(count,), note=f"init, sums, shutdown, end of all roles; {sum(seconds) / count:.2f} s each"),
-            *_growth(course)]
+    note = f"init, sums, shutdown, end of all roles; {sum(seconds) / count:.2f} s each"
+    return [Case("cycles", float(count), "cycles", samples=(count,), note=note), *_growth(course)]
 
 
 def _growth(course: list[dict[str, int]]) -> list[Case]:

@@ -1,4 +1,4 @@
-"""``bench trust``: how soon a death is known, what joining costs, how long a job takes to start and to stop. docs/trust.md says how it is measured."""
+"""``bench trust``: how soon a death is known, what joining costs, how long a job takes to start and to stop. docs/trust.md tells how."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sys
 import time
 from collections import defaultdict
 
+from bench import machine
 from bench.failing import ROLES, STAGES, Outcome, Roles, strike
 from bench.jobs import ROOT, ask_all, progress
 from bench.report import BenchError, Case, median_case
@@ -109,10 +110,22 @@ def handshakes(turns: int) -> list[Case]:
 def _joining(**environment: str) -> float:
     with Roles(2, **environment) as job:
         job.workers[0].ask("begin", stage="init")
+        _settled(job.server.pid)
+        job.workers[1].ask("resources")     # it has been imported, too
         seconds = float(job.workers[1].ask("init"))
         job.workers[0].ask("ended", timeout_s=60)
         ask_all(job.workers, "leave")
         return seconds
+
+
+def _settled(pid: int, seconds: float = 0.3) -> None:
+    """Wait until a process has nothing to do any more: here a server that has loaded its kernels and waits for the job to begin."""
+    before, end = -1.0, time.monotonic() + 60
+    while (now := machine.cpu_seconds(pid)) - before > 1e-3 or now < 0.05:
+        if time.monotonic() >= end:
+            raise BenchError("the server has not settled")
+        before = now
+        time.sleep(seconds)
 
 
 def start_stop(turns: int) -> list[Case]:
@@ -128,15 +141,16 @@ def start_stop(turns: int) -> list[Case]:
         up.append(max(float(when) for word, when in told if word == "up") - started)
         down.append(ended - min(float(when) for word, when in told if word == "down"))
         bare.append(_bare())
-    return [median_case("start", up, "s", peer=statistics.median(bare), note="bpsx-run --local to the first barrier of 2 + 1 + 1; importing numpy and zmq "
-                        "in as many processes at once"),
+    return [median_case("start", up, "s", peer=statistics.median(bare), note="bpsx-run --local to the first barrier of 2 + 1 + 1; "
+                        "importing numpy and zmq in as many processes at once"),
             median_case("stop", down, "s", note="shutdown() to the end of bpsx-run")]
 
 
 def _timed(words: list[str]) -> tuple[float, str, float]:
     """When it started, what it printed, when it ended."""
     started = time.monotonic()
-    done = subprocess.run(words, cwd=ROOT, env=child_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(words, cwd=ROOT, env=child_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+                          check=False)
     if done.returncode:
         raise BenchError(f"start-stop: status {done.returncode}: {done.stderr}")
     return started, done.stdout, time.monotonic()

@@ -95,8 +95,9 @@ class Matrix:
         for place in self.places:
             place.mkdir(mode=0o700)
         self.mark = f"BPSX_MATRIX_{uuid.uuid4().hex}"
-        env = {"BYTEPS_LOG_LEVEL": "info", "BPSX_SHUTDOWN_TIMEOUT": "120" if stage == "shutdown" else "1", "TMPDIR": str(self.places[0]), "XDG_RUNTIME_DIR": str(self.places[1]), **env}
-        self.job = Job(_WORKER.format(stage=stage, rounds=rounds), workers=3, servers=1, env={**env, "MATRIX_MARK": self.mark})
+        env = {"BYTEPS_LOG_LEVEL": "info", "BPSX_SHUTDOWN_TIMEOUT": "120" if stage == "shutdown" else "1",
+               "TMPDIR": str(self.places[0]), "XDG_RUNTIME_DIR": str(self.places[1]), "MATRIX_MARK": self.mark, **env}
+        self.job = Job(_WORKER.format(stage=stage, rounds=rounds), workers=3, servers=1, env=env)
 
     def __enter__(self) -> Matrix:
         try:

@@ -6,7 +6,6 @@ import signal
 import time
 
 import pytest
-
 from matrix import FOR_ALL, PATIENT, ROLES, SHORT, STAGES, WAYS, Matrix, name_of
 
 CASES = [(role, stage, way) for role in ROLES for stage in STAGES for way in (WAYS if role == "worker" else FOR_ALL)]
