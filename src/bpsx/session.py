@@ -135,6 +135,9 @@ class Session:
             message = link.news()
             if message is not None and message["type"] == "LOST":
                 raise errors.RendezvousError(f"worker {self.rank}: {message['text']}")
+            self._look_for_broken()
+            if self._broken is not None and time.monotonic() - self._broken[0] >= VERDICT_SECONDS:
+                raise errors.RendezvousError(f"worker {self.rank}: {self._broken[1]}")
             if time.monotonic() >= end:
                 raise errors.RendezvousError(f"worker {self.rank}: no answer from " + ", ".join(self._lane_name(i) for i in silent))
 

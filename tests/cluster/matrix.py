@@ -1,7 +1,7 @@
 """What the failure matrix needs: workers that reach a named stage and say so, ways to strike a process, and what must be true afterwards.
 
 Three workers and a server. Workers 0 and 1 are *at* the stage, worker 2 is behind: it has not been started (init), has not pushed
-(pull, shutdown), or does as the others do (push, idle). The one that is struck is worker 1, server 0 or the scheduler.
+(pull, shutdown), or does as the others do (connect, push, idle). In the stages connect and push the server is held by SIGSTOP. The one that is struck is worker 1, server 0 or the scheduler.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from jobs import Job, Process
 
-STAGES = ("init", "push", "pull", "idle", "shutdown")
+STAGES = ("init", "connect", "push", "pull", "idle", "shutdown")
 ROLES = ("worker", "server", "scheduler")
 #: How to strike: name -> signal. The handlers of the last three are the worker script's own.
 WAYS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT, "stop": signal.SIGSTOP,
@@ -103,7 +103,7 @@ class Matrix:
         try:
             self.job.start_scheduler()
             self.job.start_server(0)
-            for i in range(2 if self.stage == "init" else 3):
+            for i in range(2 if self.stage in ("init", "connect") else 3):
                 self.job.start_worker(i)
             self._reach()
         except BaseException:
@@ -128,9 +128,14 @@ class Matrix:
         return {"worker": self.job.workers[1], "server": self.server, "scheduler": self.scheduler}[role]
 
     def _reach(self) -> None:
-        if self.stage == "init":
+        if self.stage in ("init", "connect"):
             for p in (self.server, *self.job.workers):
                 p.wait_for_line("known to the scheduler")
+            if self.stage == "connect":
+                self.server.signal(signal.SIGSTOP)      # it will not answer the workers' greetings
+                self.job.start_worker(2)
+                for worker in self.job.workers:
+                    worker.wait_for_line("the job is complete")
             return
         for worker in self.job.workers:
             worker.wait_for_line("running")
@@ -151,7 +156,7 @@ class Matrix:
         """Do it to ``role``; once it has taken effect, the others go on as far as they can."""
         victim = self.victim(role)
         victim.signal(WAYS[way])
-        if self.stage == "push" and (victim is not self.server or way not in ("kill", "stop")):
+        if self.stage in ("connect", "push") and (victim is not self.server or way not in ("kill", "stop")):
             self.server.signal(signal.SIGCONT)
         if way == "stop" or role == "scheduler":
             # It ends later or not at all; what the others do before they know could still end well.

@@ -47,6 +47,7 @@ def test_a_short_stop_of_anybody_is_survived_with_right_sums(stage):
             victim.signal(signal.SIGCONT)
         if stage == "init":
             matrix.job.start_worker(2)
+        if stage in ("init", "connect"):
             for worker in matrix.job.workers:
                 worker.wait_for_line("running")
             matrix.go()

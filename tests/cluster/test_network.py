@@ -77,12 +77,17 @@ def test_over_a_slow_link_the_urgent_overtakes():
             network.slow(name, "50mbit")
 
     with net_job("""
-        import bpsx, numpy as np
+        import bpsx, numpy as np, time
+        from bpsx.api import session
         bpsx.init()
-        large, small = np.ones(5_000_000, np.float32), np.ones(1000, np.float32)
+        large, small = np.ones(2_000_000, np.float32), np.ones(1000, np.float32)
         bpsx.push_pull(small, name="small")
+        bpsx.push_pull(large, name="large")
         bpsx.barrier()
-        first = bpsx.push_pull_async(large, name="large", average=False)        # 20 MB take 3 s
+        before = session().counters()["messages_sent"]
+        first = bpsx.push_pull_async(large, name="large", average=False)        # 8 MB take 1.3 s
+        while session().counters()["messages_sent"] < before + 3:               # it has begun
+            time.sleep(0.001)
         second = bpsx.push_pull_async(small, name="small", average=False, priority=10)
         assert (bpsx.synchronize(second) == 2).all()
         early = not bpsx.poll(first)

@@ -70,10 +70,15 @@ class Link:
             message = self._receive(min(end, report, alone) - time.monotonic())
             alone = alone if message is None else never
             if self._disconnected():
+                message = self._last_word(message)
+                if message is not None and message["type"] == "WELCOME":
+                    # The job has begun without us: nobody would ever tell us anything on the connection that libzmq makes now.
+                    raise RendezvousError(f"{who}: the {self.where} is gone: its connection broke just as the job began")
                 alone = min(alone, never if self._descriptor < 0 else time.monotonic() + self._config.gather_grace)
                 # The connection broke while the job was gathering; libzmq makes a new one, on which nobody knows us yet.
                 self._socket.send(hello)
-                continue
+                if message is None:
+                    continue
             now = time.monotonic()
             if now >= alone:
                 raise RendezvousError(f"{who}: the {self.where} is gone: its connection broke, and it has not come back for "
@@ -92,6 +97,7 @@ class Link:
             elif message["type"] == "REFUSED":
                 raise RendezvousError(f"{who}: refused by the {self.where}: {message['reason']}")
             elif message["type"] == "WELCOME":
+                log.info("%s: the job is complete", who)
                 return message
 
     def _receive(self, timeout: float) -> dict[str, Any] | None:
@@ -106,6 +112,13 @@ class Link:
         self._descriptor = int(frame.get(zmq.SRCFD))
         return messages.decode(frame.bytes)
 
+    def _last_word(self, message: dict[str, Any] | None) -> dict[str, Any] | None:
+        """``message`` and what has come after it on a connection that has broken: the one that ends the gathering, else the latest. Before the
+        next HELLO nothing can come on another connection; what came on this one may still be on its way through ZeroMQ."""
+        while (message is None or message["type"] not in ("WELCOME", "REFUSED")) and self._socket.poll(100):
+            message = self._receive(0)
+        return message
+
     def _disconnected(self) -> bool:
         """Whether the connection has broken on which the hub spoke to us last, or before it did."""
         found = False
@@ -115,8 +128,11 @@ class Link:
         return found
 
     def news(self) -> dict[str, Any] | None:
-        """A message that is there already, between :meth:`join` and :meth:`start`."""
-        return self._receive(0)
+        """A message that is there already, between :meth:`join` and :meth:`start`; LOST if the scheduler is gone."""
+        message = self._receive(0)
+        if message is None and self._disconnected():
+            return {"type": "LOST", "text": f"the {self.where} is gone: its connection broke"}
+        return message
 
     # ---- while the job runs
 
