@@ -1,7 +1,8 @@
 """What the failure matrix needs: workers that reach a named stage and say so, ways to strike a process, and what must be true afterwards.
 
 Three workers and a server. Workers 0 and 1 are *at* the stage, worker 2 is behind: it has not been started (init), has not pushed
-(pull, shutdown), or does as the others do (connect, push, idle). In the stages connect and push the server is held by SIGSTOP. The one that is struck is worker 1, server 0 or the scheduler.
+(pull, shutdown), or does as the others do (connect, push, idle). In the stages connect and push the server is held by SIGSTOP. The one
+that is struck is worker 1, server 0 or the scheduler.
 """
 
 from __future__ import annotations
