@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> list[Case]:
     wanted = set(options.only.split(","))
     if unknown := wanted - set(_offered()):
         raise BenchError(f"--only: no such case: {', '.join(sorted(unknown))}; there are {', '.join(_offered())}")
-    turns = 1 if options.quick else 5
+    turns = 1 if options.quick else 3
     cases = kills([r for r in ROLES if f"kill-{r}" in wanted], turns)
     cases += stops([r for r in ROLES if f"stop-{r}" in wanted], turns)
     if "handshake" in wanted:
