@@ -176,7 +176,7 @@ class Job:
         workers, servers = self._counts
         port_file = Path(self._folder.name) / "port"
         self.scheduler = self._role("bpsx.rendezvous", "scheduler", DMLC_PS_ROOT_PORT="0", BPSX_PORT_FILE=str(port_file))
-        self._common["DMLC_PS_ROOT_PORT"] = str(_port(port_file, self.scheduler))
+        self._common["DMLC_PS_ROOT_PORT"] = str(port_in(port_file, self.scheduler))
         self.servers = [self._role("bpsx.server", "server") for _ in range(servers)]
         index = "DMLC_WORKER_ID" if servers else "BYTEPS_LOCAL_RANK"
         environments = [{**self._common, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": "0", index: str(i)} for i in range(workers)]
@@ -186,17 +186,19 @@ class Job:
 
     def _role(self, module: str, role: str, **environment: str) -> subprocess.Popen[bytes]:
         process = start(module, {"DMLC_ROLE": role, **self._common, **environment})
-        self._stack.callback(_end_role, role, process)
+        self._stack.callback(end_role, role, process)
         return process
 
 
-def _end_role(role: str, process: subprocess.Popen[bytes]) -> None:
+def end_role(role: str, process: subprocess.Popen[bytes], *, quiet: bool = False) -> int:
+    """Wait for a role's process to end by itself, else make it; its status, which is said if it is not 0."""
     status = stop(process)
-    if status:
+    if status and not quiet:
         progress(f"{role} ended with status {status}")
+    return status
 
 
-def _port(file: Path, scheduler: subprocess.Popen[bytes]) -> int:
+def port_in(file: Path, scheduler: subprocess.Popen[bytes]) -> int:
     """The port that the scheduler has taken, once it says so."""
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:

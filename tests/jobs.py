@@ -6,6 +6,7 @@ may run side by side. Leaving the ``with`` block ends every process that is stil
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -98,7 +99,8 @@ class Process:
             reader.join(10)
         for stream in (self.popen.stdin, self.popen.stdout, self.popen.stderr):
             if stream is not None:
-                stream.close()
+                with contextlib.suppress(BrokenPipeError):      # what it was told and never read
+                    stream.close()
 
 
 class Job:
@@ -140,11 +142,15 @@ class Job:
             raise
         return self
 
+    def command(self, name: str, words: list[str]) -> list[str]:
+        """The command that starts the process called ``name``: for those who run it elsewhere."""
+        return words
+
     def start_scheduler(self, port: int = 0) -> None:
         """Start the scheduler and wait until it listens."""
         fifo = Path(self._folder.name) / f"port-{port}"
         env = {**self._env, "DMLC_ROLE": "scheduler", "DMLC_PS_ROOT_PORT": str(port), "BPSX_PORT_FILE": str(fifo), "BYTEPS_LOG_LEVEL": "info"}
-        self.scheduler = Process("scheduler", [sys.executable, "-m", "bpsx.rendezvous"], env)
+        self.scheduler = Process("scheduler", self.command("scheduler", [sys.executable, "-m", "bpsx.rendezvous"]), env)
         self.scheduler.wait_for_line("listening on")
         self._env["DMLC_PS_ROOT_PORT"] = str(port or int(fifo.read_text()))
 
@@ -154,13 +160,14 @@ class Job:
         return self._env["DMLC_PS_ROOT_PORT"]
 
     def start_server(self, i: int) -> None:
-        self.servers.append(Process(f"server {i}", [sys.executable, "-m", "bpsx.server"], {**self._env, "DMLC_ROLE": "server"}))
+        command = self.command(f"server {i}", [sys.executable, "-m", "bpsx.server"])
+        self.servers.append(Process(f"server {i}", command, {**self._env, "DMLC_ROLE": "server"}))
 
     def start_worker(self, i: int, source: str | None = None) -> None:
         env = {**self._env, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": str(i // self.processes_each),
                "BYTEPS_LOCAL_RANK": str(i % self.processes_each), "BYTEPS_LOCAL_SIZE": str(self.processes_each), **self._worker_env.get(i, {})}
         text = self.source if source is None else _PRELUDE + textwrap.dedent(source)
-        self.workers.append(Process(f"worker {i}", [sys.executable, "-c", text], env))
+        self.workers.append(Process(f"worker {i}", self.command(f"worker {i}", [sys.executable, "-c", text]), env))
 
     @property
     def processes(self) -> list[Process]:

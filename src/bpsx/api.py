@@ -51,13 +51,22 @@ def _adopt(ours: Session) -> None:
 def shutdown() -> None:
     """Leave the job in good order: what is under way is finished first (``BPSX_SHUTDOWN_TIMEOUT``). Idempotent, thread-safe.
 
-    ``init`` may be called again afterwards. Called by itself when the interpreter ends.
+    ``init`` may be called again afterwards. Called by itself when the interpreter ends. Does not raise: if the job has failed and no exception
+    has told so, a line on standard error does, and the process's exit status will be 1.
     """
     global _session
     with _lock:
         ours, _session = _session, None
     if ours is not None and _owner_pid == os.getpid():
         ours.close()
+        _tell_untold(ours)
+
+
+def _tell_untold(ours: Session) -> None:
+    """If the job has failed and no exception has told the script, do not let the process end as if nothing had happened."""
+    if ours.failure and not ours.told:
+        print(f"bpsx: exit status 1, because the job has failed: {ours.failure}", file=sys.stderr)
+        set_exit_status(1)
 
 
 def suspend() -> None:
@@ -111,16 +120,15 @@ def _resumed(num_workers: int, num_servers: int, global_rank: int | None) -> Con
 
 
 def _at_exit() -> None:
-    """Leave; and if the job has failed and no exception has told the script, do not let the process end as if nothing had happened."""
+    """Leave when the interpreter ends."""
     global _session
     ours, _session = _session, None
     if ours is None or _owner_pid != os.getpid():
         return
     uncaught = getattr(sys, "last_value", None)
     ours.close(failure=f"ended by {type(uncaught).__name__}: {uncaught}"[:500] if uncaught is not None else "")
-    if ours.failure and not ours.told and uncaught is None:
-        print(f"bpsx: exit status 1, because the job has failed: {ours.failure}", file=sys.stderr)
-        set_exit_status(1)
+    if uncaught is None:
+        _tell_untold(ours)
 
 
 def session() -> Session:

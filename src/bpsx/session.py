@@ -13,6 +13,7 @@ from bpsx._core import Core, Handle, Tensor
 from bpsx._watch import monotonic_ns
 from bpsx.config import Config
 from bpsx.dtypes import dtype_named
+from bpsx.forking import keep_from_children
 from bpsx.host import keep_memory, own_host
 from bpsx.joining import Joining
 from bpsx.logs import configure
@@ -113,6 +114,7 @@ class Session:
             self._names = welcome["names"]
             self._open(welcome, link)
             watched = (self._endpoint.watch(), self._look_for_broken) if self._near.has_lanes else None
+            keep_from_children([link.address, *(address for _, address in self._lanes)])
             self._greet(link)
         except BaseException:
             for name in ("_core", "_endpoint", "_near"):    # as far as it came
@@ -154,6 +156,9 @@ class Session:
                 connections.info("connected to %s", ", ".join(self._lane_name(i) for i in range(len(self._lanes))))
                 return
             self._hear_of_a_loss(link)
+            self._look_for_broken()
+            if self._broken is not None and time.monotonic() - self._broken[0] >= VERDICT_SECONDS:
+                raise errors.RendezvousError(f"worker {self.rank}: {self._broken[1]}")
             if time.monotonic() >= end:
                 raise errors.RendezvousError(f"worker {self.rank}: no answer from " + ", ".join(self._lane_name(i) for i in silent))
 

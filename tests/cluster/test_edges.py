@@ -80,6 +80,26 @@ def test_a_death_while_leaving_is_not_status_0():
         assert job.workers[0].wait() == 1 and "worker 1" in job.workers[0].text()
 
 
+def test_a_death_during_an_explicit_shutdown_is_not_status_0():
+    with Job("""
+        import bpsx, numpy as np
+        bpsx.init()
+        bpsx.barrier()
+        report("running")
+        if bpsx.rank() == 1:
+            sys.stdin.read()
+        bpsx.push_pull_async(np.ones(5), name="x")
+        report("leaving")
+        bpsx.shutdown()
+        report("after")
+    """, env={"BPSX_SHUTDOWN_TIMEOUT": "30"}) as job:
+        job.workers[0].wait_for_line("leaving")
+        job.workers[1].wait_for_line("running")
+        job.workers[1].signal(signal.SIGKILL)
+        assert job.workers[0].wait() == 1 and "exit status 1, because the job has failed: worker 1" in job.workers[0].text()
+        assert job.workers[0].reports()[-1] == "after"
+
+
 def _killed_beside(job: Job) -> int:
     """Kill worker 1 while worker 0 waits for a line, let worker 0 end; its status."""
     for worker in job.workers:
@@ -238,7 +258,8 @@ def _hello(port: int, **changes: object) -> None:
     {"config": {"BYTEPS_PARTITION_BYTES": None}},
 ])
 def test_a_node_that_dies_at_once_is_not_counted(changes):
-    job = Job("import bpsx, numpy as np\nbpsx.init()\nreport(float(bpsx.push_pull(np.ones(1), average=False)[0]))")
+    job = Job("import bpsx, numpy as np\nbpsx.init()\nreport(float(bpsx.push_pull(np.ones(1), average=False)[0]))",
+              env={"BPSX_GATHER_GRACE": "60"})
     try:
         job.start_scheduler()
         for _ in range(5):

@@ -22,7 +22,7 @@ from bpsx.errors import JobOverError, RendezvousError
 from bpsx.host import scheduler_address
 from bpsx.rendezvous import messages
 from bpsx.rendezvous.sockets import open_socket
-from bpsx.transports.address import is_ipv6, tcp_url
+from bpsx.transports.address import is_ipv6, join_host_port, tcp_url
 
 log = logging.getLogger("bpsx.link")
 TICK = 1.0
@@ -34,6 +34,7 @@ class Link:
     def __init__(self, config: Config) -> None:
         self._config = config
         self.where = f"scheduler at {config.root_uri}:{config.root_port}"
+        self.address = ""           # the same, numeric, once it is known
         self._context = zmq.Context(1)
         self._socket = open_socket(self._context, zmq.DEALER, config)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -56,6 +57,7 @@ class Link:
         """
         end = time.monotonic() + self._config.rendezvous_timeout
         address = scheduler_address(self._config)
+        self.address = join_host_port(address, self._config.root_port)
         self._socket.setsockopt(zmq.IPV6, int(is_ipv6(address)))
         self._socket.connect(tcp_url(address, self._config.root_port))
         hello = messages.encode("HELLO", protocol=messages.PROTOCOL, role=role, rank=rank, host=host, pid=os.getpid(), lanes=lanes,
@@ -64,13 +66,24 @@ class Link:
         who = f"{role} {rank}" if rank >= 0 else role
         missing = ""
         report = time.monotonic() + 10
+        alone = never = float("inf")    # when the scheduler, once heard and now gone, counts as dead
         while True:
-            message = self._receive(min(end, report) - time.monotonic())
+            message = self._receive(min(end, report, alone) - time.monotonic())
+            alone = alone if message is None else never
             if self._disconnected():
+                message = self._last_word(message)
+                if message is not None and message["type"] == "WELCOME":
+                    # The job has begun without us: nobody would ever tell us anything on the connection that libzmq makes now.
+                    raise RendezvousError(f"{who}: the {self.where} is gone: its connection broke just as the job began")
+                alone = min(alone, never if self._descriptor < 0 else time.monotonic() + self._config.gather_grace)
                 # The connection broke while the job was gathering; libzmq makes a new one, on which nobody knows us yet.
                 self._socket.send(hello)
-                continue
+                if message is None:
+                    continue
             now = time.monotonic()
+            if now >= alone:
+                raise RendezvousError(f"{who}: the {self.where} is gone: its connection broke, and it has not come back for "
+                                      f"{self._config.gather_grace:g} s, while the job was gathering")
             if message is None and now >= end:
                 raise RendezvousError(
                     f"{who}: the job has not come together after {self._config.rendezvous_timeout:g} s; "
@@ -79,11 +92,14 @@ class Link:
                 report = now + 10
                 log.warning("waiting for %s", missing or f"the {self.where}")
             elif message["type"] == "STATUS":
+                if not missing:
+                    log.info("%s: known to the %s, which waits for %s", who, self.where, message["missing"])
                 missing = str(message["missing"])
             elif message["type"] == "REFUSED":
                 kind = JobOverError if message.get("over") else RendezvousError
                 raise kind(f"{who}: refused by the {self.where}: {message['reason']}")
             elif message["type"] == "WELCOME":
+                log.info("%s: the job is complete", who)
                 return message
 
     def _receive(self, timeout: float) -> dict[str, Any] | None:
@@ -98,6 +114,13 @@ class Link:
         self._descriptor = int(frame.get(zmq.SRCFD))
         return messages.decode(frame.bytes)
 
+    def _last_word(self, message: dict[str, Any] | None) -> dict[str, Any] | None:
+        """``message`` and what has come after it on a connection that has broken: the one that ends the gathering, else the latest. Before the
+        next HELLO nothing can come on another connection; what came on this one may still be on its way through ZeroMQ."""
+        while (message is None or message["type"] not in ("WELCOME", "REFUSED")) and self._socket.poll(100):
+            message = self._receive(0)
+        return message
+
     def _disconnected(self) -> bool:
         """Whether the connection has broken on which the hub spoke to us last, or before it did."""
         found = False
@@ -107,8 +130,10 @@ class Link:
         return found
 
     def news(self) -> dict[str, Any] | None:
-        """A message that is there already, between :meth:`join` and :meth:`start`."""
+        """A message that is there already, between :meth:`join` and :meth:`start`; LOST if the scheduler is gone."""
         message = self._receive(0)
+        if message is None and self._disconnected():
+            return {"type": "LOST", "text": f"the {self.where} is gone: its connection broke"}
         if message is not None and message["type"] != "LOST":
             self._early.append(message)
         return message

@@ -106,7 +106,7 @@ class Hub:
                     self._turn(None)
             self._farewell()
         except Interrupted as e:
-            self._send(self._members.abort(f"the scheduler was ended by {e}"))
+            self._send(self._members.abort(f"the scheduler at {self._config.root_uri}:{self.port} was ended by {e}"))
             self._farewell()
         finally:
             if self._exporter is not None:
@@ -124,8 +124,11 @@ class Hub:
         report = time.monotonic() + REPORT_EVERY
         while self._members.state == "waiting":
             now = time.monotonic()
-            if now >= end:
+            vanished = self._members.vanished.due(now, self._config.gather_grace)
+            lost = vanished is not None and now >= vanished[0]
+            if now >= end or lost:
                 text = f"after {self._config.rendezvous_timeout:g} s still missing: {names(self._members.missing())}"
+                text = vanished[1] if vanished and lost else text
                 self._members.state, self._members.failure = "failed", text
                 self._send([(i, {"type": "REFUSED", "reason": text}) for i in self._members.nodes])
                 return
@@ -134,7 +137,7 @@ class Hub:
                 status = self._status()
                 log.warning("waiting for %s; here: %s", status["missing"], status["here"])
                 self._send([(i, status) for i in self._members.nodes])
-            self._turn(min(end, report) - now)
+            self._turn(min(end, report, vanished[0] if vanished else end) - now)
 
     def _status(self) -> dict[str, Any]:
         return {"type": "STATUS", "missing": names(self._members.missing()), "here": names(self._members.present()) or "nobody"}
@@ -211,7 +214,8 @@ class Hub:
             if any(m["type"] == "REFUSED" for _, m in out):
                 log.warning("refused %s %d (%s, pid %d): %s", message["role"], message["rank"], message["host"], message["pid"],
                             out[0][1]["reason"])
-            else:
+            elif ident in self._members.nodes:
+                log.info("has come: %s; missing: %s", self._members.nodes[ident], names(self._members.missing()) or "nobody")
                 connections.info("%s has connected from %s", f"{message['role']} {max(message['rank'], 0)}", message["host"])
             return out or [(ident, self._status())]
         if kind in KINDS:

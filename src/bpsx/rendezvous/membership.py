@@ -17,6 +17,7 @@ from bpsx.rendezvous.joins import Joins
 from bpsx.rendezvous.messages import PROTOCOL
 from bpsx.rendezvous.registry import Registry
 from bpsx.rendezvous.stall import Stalls
+from bpsx.rendezvous.vanished import Vanished
 
 Output = tuple[bytes, dict[str, Any]]
 _ASYNC = "BYTEPS_ENABLE_ASYNC"
@@ -51,6 +52,7 @@ class Membership:
         self.failure = ""
         self.nodes: dict[bytes, Node] = {}
         self.refused: dict[str, str] = {}       # who was turned away, and why
+        self.vanished = Vanished()
         self.registry: Registry | None = None
         self._stalls = Stalls(stall_warn, deadlock_after)
         self._joins = Joins()
@@ -74,6 +76,7 @@ class Membership:
             self.local_size = int(node.config.get("BYTEPS_LOCAL_SIZE", self.local_size))
         self.nodes[ident] = node
         self.refused.pop(place, None)
+        self.vanished.back(node.role, node.rank)
         return self._start() if not self.missing() else []
 
     def _replace_reconnected(self, m: dict[str, Any]) -> None:
@@ -287,6 +290,7 @@ class Membership:
             return []
         if self.state == "waiting":
             del self.nodes[ident]
+            self.vanished.miss(node.role, node.rank, f"{node} is gone: {why}")
             return []
         node.left = True
         out = self._lost(node, f"{node} is gone: {why}") if self.state == "running" else []

@@ -1,0 +1,206 @@
+"""What the failure matrix needs: workers that reach a named stage and say so, ways to strike a process, and what must be true afterwards.
+
+Three workers and a server. Workers 0 and 1 are *at* the stage, worker 2 is behind: it has not been started (init), has not pushed
+(pull, shutdown), or does as the others do (connect, push, idle). In the stages connect and push the server is held by SIGSTOP. The one
+that is struck is worker 1, server 0 or the scheduler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from jobs import Job, Process
+
+STAGES = ("init", "connect", "push", "pull", "idle", "shutdown")
+ROLES = ("worker", "server", "scheduler")
+#: How to strike: name -> signal. The handlers of the last three are the worker script's own.
+WAYS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT, "stop": signal.SIGSTOP,
+        "raise": signal.SIGUSR1, "exit": signal.SIGUSR2, "_exit": signal.SIGALRM}
+FOR_ALL = ("kill", "term", "int", "stop")
+#: Seconds in which everybody must be gone. The product's own bounds are shorter; `python -m bench trust` measures them.
+DEADLINE = 40.0
+#: Longer than any test: where silence is no sign of death.
+PATIENT = {"PS_HEARTBEAT_INTERVAL": "0.3", "PS_HEARTBEAT_TIMEOUT": "60"}
+#: For those who are stopped for good.
+SHORT = {"PS_HEARTBEAT_INTERVAL": "0.3", "PS_HEARTBEAT_TIMEOUT": "2", "BPSX_GATHER_GRACE": "1"}
+
+_WORKER = """
+    import itertools, signal, time
+    import numpy as np
+    import bpsx
+
+    def throw(*_): raise RuntimeError("the data is gone")
+    signal.signal(signal.SIGUSR1, throw)
+    signal.signal(signal.SIGUSR2, lambda *_: sys.exit(3))
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(3))
+    stage, rounds, behind = {stage!r}, {rounds!r}, os.environ["DMLC_WORKER_ID"] == "2"
+    array = np.full(8_000_000 if stage == "push" else 1000, 1 + int(os.environ["DMLC_WORKER_ID"]), np.float32)
+
+    def begin(name):
+        from bpsx.api import session
+        before = session().counters()["messages_sent"]
+        handle = bpsx.push_pull_async(array, name=name, average=False)
+        while session().counters()["messages_sent"] == before and not bpsx.poll(handle):
+            time.sleep(0.001)
+        report("staged")
+        return handle
+
+    def check(found):
+        assert (found == 6).all(), found
+
+    def stages():
+        report("joining")
+        bpsx.init()
+        assert bpsx.push_pull(np.ones(1), name="first", average=False) == 3
+        bpsx.barrier()
+        report("running")
+        sys.stdin.readline()
+        if stage == "push" or stage in ("pull", "shutdown") and not behind:
+            handle = begin("x")
+            if stage != "shutdown":
+                check(bpsx.synchronize(handle))
+        else:
+            report("staged")
+            sys.stdin.readline()
+            check(bpsx.push_pull(array, name="x", average=False))
+        if stage != "shutdown":
+            for _ in range(rounds) if rounds else itertools.count():
+                check(bpsx.push_pull(array, name="x", average=False))
+        bpsx.shutdown()
+        if stage == "shutdown":
+            if not behind:
+                check(handle.wait())
+        report("done")
+
+    try:
+        stages()
+    except bpsx.BpsxError as e:
+        report([type(e).__name__, str(e)])
+        sys.exit(7)
+"""
+
+
+class Matrix:
+    """One job that is brought to ``stage``. A context manager; at the end nothing of the job may be left, in processes or files."""
+
+    def __init__(self, stage: str, env: dict[str, str], rounds: int = 0) -> None:
+        self.stage = stage
+        self._folder = tempfile.TemporaryDirectory(prefix="bpsx-matrix-")
+        self.places = [Path(self._folder.name, name) for name in ("tmp", "runtime")]
+        for place in self.places:
+            place.mkdir(mode=0o700)
+        self.mark = f"BPSX_MATRIX_{uuid.uuid4().hex}"
+        env = {"BYTEPS_LOG_LEVEL": "info", "BPSX_SHUTDOWN_TIMEOUT": "120" if stage == "shutdown" else "1",
+               "TMPDIR": str(self.places[0]), "XDG_RUNTIME_DIR": str(self.places[1]), "MATRIX_MARK": self.mark, **env}
+        self.job = Job(_WORKER.format(stage=stage, rounds=rounds), workers=3, servers=1, env=env)
+
+    def __enter__(self) -> Matrix:
+        try:
+            self.job.start_scheduler()
+            self.job.start_server(0)
+            for i in range(2 if self.stage in ("init", "connect") else 3):
+                self.job.start_worker(i)
+            self._reach()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.job.__exit__()
+        self._folder.cleanup()
+
+    @property
+    def server(self) -> Process:
+        return self.job.servers[0]
+
+    @property
+    def scheduler(self) -> Process:
+        assert self.job.scheduler is not None
+        return self.job.scheduler
+
+    def victim(self, role: str) -> Process:
+        return {"worker": self.job.workers[1], "server": self.server, "scheduler": self.scheduler}[role]
+
+    def _reach(self) -> None:
+        if self.stage in ("init", "connect"):
+            for p in (self.server, *self.job.workers):
+                p.wait_for_line("known to the scheduler")
+            if self.stage == "connect":
+                self.server.signal(signal.SIGSTOP)      # it will not answer the workers' greetings
+                self.job.start_worker(2)
+                for worker in self.job.workers:
+                    worker.wait_for_line("the job is complete")
+            return
+        for worker in self.job.workers:
+            worker.wait_for_line("running")
+        if self.stage == "push":
+            self.server.signal(signal.SIGSTOP)      # what is pushed now stays in flight
+        self.go()
+        for worker in self.job.workers:
+            worker.wait_for_line("staged")
+
+    def go(self, *but: Process) -> None:
+        """Let the workers that wait for a line go on."""
+        for worker in self.job.workers:
+            if worker not in but:
+                with contextlib.suppress(OSError):
+                    worker.say("go")
+
+    def strike(self, role: str, way: str) -> Process:
+        """Do it to ``role``; once it has taken effect, the others go on as far as they can."""
+        victim = self.victim(role)
+        victim.signal(WAYS[way])
+        if self.stage in ("connect", "push") and (victim is not self.server or way not in ("kill", "stop")):
+            self.server.signal(signal.SIGCONT)
+        if way == "stop" or role == "scheduler":
+            # It ends later or not at all; what the others do before they know could still end well.
+            self.job.workers[0].wait_for_line(name_of(role, victim, self.job.port), DEADLINE)
+        else:
+            victim.wait(DEADLINE)
+        self.go(victim)
+        return victim
+
+    def told(self, worker: Process) -> str:
+        """The text of the exception that ended ``worker``'s waiting call."""
+        found = [r for r in worker.reports() if isinstance(r, list)]
+        assert len(found) == 1, worker.text()
+        assert found[0][0] in ("PeerLostError", "PeerLeftError", "RendezvousError"), worker.text()
+        return str(found[0][1])
+
+    def left(self) -> list[str]:
+        """Processes and files of the job that are still there."""
+        found = [str(p) for place in self.places for p in place.rglob("*") if not p.is_dir()]
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    if self.mark.encode() in (entry / "environ").read_bytes():
+                        found.append((entry / "cmdline").read_text(errors="replace"))
+        return found
+
+    def text(self) -> str:
+        return "\n".join(p.text() for p in self.job.processes)
+
+    def ended(self, but: tuple[Process, ...] = ()) -> dict[str, int]:
+        """Wait until everybody except ``but`` has ended; exit statuses by name."""
+        end = time.monotonic() + DEADLINE
+        statuses: dict[str, Any] = {}
+        for p in self.job.processes:
+            if p not in but:
+                try:
+                    statuses[p.name] = p.wait(max(0.1, end - time.monotonic()))
+                except AssertionError:
+                    raise AssertionError(f"{p.name} has not ended {DEADLINE:g} s after the strike\n{self.text()}") from None
+        return statuses
+
+
+def name_of(role: str, victim: Process, port: str) -> str:
+    """What an exception must hold that names the process: role, rank and address."""
+    own = {"worker": "worker 1 (127.0.0.1, pid %d)", "server": "server 0 (127.0.0.1, pid %d)"}
+    return own[role] % victim.popen.pid if role in own else f"scheduler at 127.0.0.1:{port}"

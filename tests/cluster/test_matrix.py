@@ -1,0 +1,57 @@
+"""The failure matrix: every role, at every stage, struck in every way. Everybody else is told who, ends, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+from matrix import FOR_ALL, PATIENT, ROLES, SHORT, STAGES, WAYS, Matrix, name_of
+
+CASES = [(role, stage, way) for role in ROLES for stage in STAGES for way in (WAYS if role == "worker" else FOR_ALL)]
+
+
+@pytest.mark.parametrize(("role", "stage", "way"), CASES, ids=lambda part: str(part))
+def test_a_failure_is_named_and_ends_everything(role, stage, way):
+    with Matrix(stage, SHORT if way == "stop" else PATIENT) as matrix:
+        victim = matrix.strike(role, way)
+        statuses = matrix.ended(but=(victim,) if way == "stop" else ())
+        name = name_of(role, victim, matrix.job.port)
+        for worker in matrix.job.workers:
+            if worker is victim:
+                continue
+            assert statuses[worker.name] != 0, worker.text()
+            if stage == "shutdown" and worker.name == "worker 0":
+                assert name in worker.text()        # shutdown() does not raise: the log and the status tell
+            elif way == "exit":
+                assert "worker 1" in matrix.told(worker)        # an orderly goodbye
+            else:
+                assert name in matrix.told(worker), worker.text()
+        if way == "stop":
+            victim.signal(signal.SIGCONT)       # it wakes up alone, and ends
+            matrix.go()
+            statuses |= matrix.ended()
+        assert statuses[victim.name] != 0, victim.text()
+        if way != "exit":
+            assert all(statuses.values()), (statuses, matrix.text())
+        assert matrix.left() == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_short_stop_of_anybody_is_survived_with_right_sums(stage):
+    with Matrix(stage, PATIENT, rounds=5) as matrix:
+        for role in ROLES:
+            victim = matrix.victim(role)
+            victim.signal(signal.SIGSTOP)
+            time.sleep(1)       # what is tried here: several heartbeats go unanswered
+            victim.signal(signal.SIGCONT)
+        if stage == "init":
+            matrix.job.start_worker(2)
+        if stage in ("init", "connect"):
+            for worker in matrix.job.workers:
+                worker.wait_for_line("running")
+            matrix.go()
+        matrix.go()
+        assert not any(matrix.ended().values()), matrix.text()
+        assert all(worker.reports()[-1] == "done" for worker in matrix.job.workers)
+        assert matrix.left() == []

@@ -1,0 +1,102 @@
+"""A share of the failure matrix through ``bpsx-run --local``: the worst status is its own, and nothing is left of the job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from launching import PY, Launcher, finish, launching, local_words, wait_for
+
+_SCRIPT = """
+import os, sys, time
+import numpy as np
+import bpsx
+me, stage = int(os.environ["DMLC_WORKER_ID"]), sys.argv[1]
+if stage == "init" and me == 2:
+    print("behind", flush=True)
+    time.sleep(600)
+if stage == "init":
+    print("joining", flush=True)
+try:
+    bpsx.init()
+    bpsx.push_pull(np.ones(1), name="first")
+    bpsx.barrier()
+    print("running", flush=True)
+    if stage == "idle" or me == 2:
+        time.sleep(600)
+    bpsx.push_pull(np.ones(1000), name="x")
+except bpsx.BpsxError as e:
+    print("told:", e, flush=True)
+    sys.exit(7)
+"""
+_FAST = {"PS_HEARTBEAT_INTERVAL": "0.3", "PS_HEARTBEAT_TIMEOUT": "2", "BPSX_GATHER_GRACE": "1"}
+
+
+def role_pids(launcher: Launcher) -> dict[str, int]:
+    """The processes of the job by role and worker id, from what their environments say."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                pairs = dict(p.partition(b"=")[::2] for p in (entry / "environ").read_bytes().split(b"\0"))
+                if launcher.mark.split("=")[1].encode() == pairs.get(b"LAUNCHER_TEST") and b"DMLC_ROLE" in pairs:
+                    found[(pairs[b"DMLC_ROLE"] + b" " + pairs.get(b"DMLC_WORKER_ID", b"")).decode().strip()] = int(entry.name)
+    return found
+
+
+def begin(launcher: Launcher, folder: Path, stage: str, *words: str):
+    script = folder / "script.py"
+    script.write_text(_SCRIPT)
+    process = launcher.start(local_words("--workers", "3", "--servers", "1", *words, PY, str(script), stage), _FAST)
+    ready = {"init": ["[worker 0] joining", "[worker 1] joining", "[worker 2] behind"]}
+    wait_for(process, *ready.get(stage, [f"[worker {i}] running" for i in range(3)]))
+    return process
+
+
+@pytest.mark.parametrize(("stage", "role", "way", "status"), [
+    ("init", "worker 1", signal.SIGKILL, 137), ("init", "server", signal.SIGKILL, 137), ("init", "scheduler", signal.SIGKILL, 137),
+    ("pull", "worker 1", signal.SIGKILL, 137), ("pull", "server", signal.SIGTERM, 7), ("pull", "scheduler", signal.SIGKILL, 137),
+    ("idle", "worker 1", signal.SIGTERM, 143), ("idle", "server", signal.SIGKILL, 137), ("idle", "scheduler", signal.SIGINT, 1),
+])
+def test_the_worst_status_is_reported_and_nothing_is_left(tmp_path, stage, role, way, status):
+    with launching(tmp_path) as launcher:
+        process = begin(launcher, tmp_path, stage, "--grace", "2")
+        os.kill(role_pids(launcher)[role], way)
+        found, _, errors = finish(process)
+        assert found == status, errors
+        assert any(role in line for line in errors), errors
+
+
+@pytest.mark.parametrize("role", ["worker 1", "server", "scheduler"])
+def test_one_that_is_stopped_for_good_is_ended_too(tmp_path, role):
+    with launching(tmp_path) as launcher:
+        process = begin(launcher, tmp_path, "pull", "--grace", "2")
+        os.kill(role_pids(launcher)[role], signal.SIGSTOP)
+        found, out, errors = finish(process)
+        assert found == 7, errors
+        assert any("[worker 0] told:" in line and role in line for line in out), out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stage", ["init", "pull", "idle"])
+def test_a_launcher_that_is_told_to_stop_leaves_nothing(tmp_path, stage, number):
+    with launching(tmp_path) as launcher:
+        process = begin(launcher, tmp_path, stage, "--grace", "2")
+        process.send_signal(number)
+        began = time.monotonic()
+        assert finish(process)[0] >= 128
+        assert time.monotonic() - began < 30
+
+
+def test_a_launcher_that_is_killed_leaves_no_process(tmp_path):
+    with launching(tmp_path) as launcher:
+        process = begin(launcher, tmp_path, "pull")
+        process.kill()
+        process.communicate()
+        end = time.monotonic() + 30
+        while launcher.left() and time.monotonic() < end:
+            time.sleep(0.05)

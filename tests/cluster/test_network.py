@@ -1,0 +1,97 @@
+"""Networks that are cut without a word, or slow. Nothing says that a cut peer is gone but its silence."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from network import net_job, why_not
+
+_WHY_NOT = why_not()
+pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
+
+_SHORT = {"PS_HEARTBEAT_INTERVAL": "0.5", "PS_HEARTBEAT_TIMEOUT": "2"}
+_STEPPING = """
+    import bpsx, numpy as np, time
+    bpsx.init()
+    a = np.ones(200_000, np.float32)
+    bpsx.barrier()
+    report("running")
+    try:
+        while True:
+            bpsx.push_pull(a, name="x")
+    except bpsx.BpsxError as e:
+        report([type(e).__name__, str(e), time.time()])
+        sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("who", ["worker 1", "server 0", "scheduler"])
+def test_a_cut_is_noticed_by_silence_named_and_ends_everything(who):
+    with net_job(_STEPPING, _SHORT) as (network, job):
+        for worker in job.workers:
+            worker.wait_for_line("running")
+        began = time.time()
+        network.cut(who)
+        statuses = {p.name: p.wait(40) for p in job.processes}      # those who are cut off, too
+        assert all(statuses.values()), "\n".join(p.text() for p in job.processes)
+        for worker in job.workers:
+            kind, text, when = worker.reports()[-1]
+            assert kind == "PeerLostError"
+            if worker.name != who:      # who is cut off itself loses everybody
+                assert who in text and network.address[who] in text, text
+            assert when - began < 2.5 + 5 + 10       # silence, the promise, and a busy machine
+
+
+def test_a_cut_that_ends_in_time_is_survived_with_right_sums():
+    with net_job("""
+        import bpsx, numpy as np
+        bpsx.init()
+        a = np.ones(200_000, np.float32)
+        bpsx.barrier()
+        report("running")
+        for step in range(100):
+            assert (bpsx.push_pull(a * step, name="x", average=False) == 2 * step).all()
+            if step == 20:
+                report("some")
+                sys.stdin.readline()
+        report("done")
+    """, {"PS_HEARTBEAT_INTERVAL": "0.3", "PS_HEARTBEAT_TIMEOUT": "60"}) as (network, job):
+        for name in ("worker 1", "server 0"):
+            network.cut(name)
+            time.sleep(1)       # what is tried here: several heartbeats and retransmissions are lost
+            network.mend(name)
+        for worker in job.workers:
+            worker.wait_for_line("some")
+        network.cut("worker 1")
+        for worker in job.workers:
+            worker.say("go")        # pushes go into the cut
+        time.sleep(1)
+        network.mend("worker 1")
+        assert [r[-1] for r in job.results()] == ["done", "done"]
+
+
+def test_over_a_slow_link_the_urgent_overtakes():
+    def slow(network):
+        for name in ("worker 0", "worker 1"):
+            network.slow(name, "50mbit")
+
+    with net_job("""
+        import bpsx, numpy as np, time
+        from bpsx.api import session
+        bpsx.init()
+        large, small = np.ones(2_000_000, np.float32), np.ones(1000, np.float32)
+        bpsx.push_pull(small, name="small")
+        bpsx.push_pull(large, name="large")
+        bpsx.barrier()
+        before = session().counters()["messages_sent"]
+        first = bpsx.push_pull_async(large, name="large", average=False)        # 8 MB take 1.3 s
+        while session().counters()["messages_sent"] < before + 3:               # it has begun
+            time.sleep(0.001)
+        second = bpsx.push_pull_async(small, name="small", average=False, priority=10)
+        assert (bpsx.synchronize(second) == 2).all()
+        early = not bpsx.poll(first)
+        assert (bpsx.synchronize(first) == 2).all()
+        report(early)
+    """, {"BYTEPS_PARTITION_BYTES": "65536", "BPSX_SEND_BUFFER_KB": "128"}, before=slow) as (_, job):
+        assert job.results() == [[True], [True]]

@@ -1,0 +1,45 @@
+"""A node's link to the scheduler, against a scripted one."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import zmq
+
+from bpsx.config import Config
+from bpsx.errors import RendezvousError
+from bpsx.rendezvous import messages
+from bpsx.rendezvous.client import Link
+
+
+def test_a_link_that_breaks_right_after_the_welcome_is_an_error_before_anything_waits():
+    """The break may be seen before the welcome is read, or after: never may the node go on as if somebody would still tell it anything."""
+    context = zmq.Context()
+    hub = context.socket(zmq.ROUTER)
+    port = hub.bind_to_random_port("tcp://127.0.0.1")
+
+    def welcome_and_die() -> None:
+        ident, _ = hub.recv_multipart()
+        hub.send_multipart([ident, messages.encode("WELCOME", job=1, rank=0, workers=1, lanes=[], names={"worker": [], "server": []})])
+        hub.close(1000)
+        context.term()
+
+    hub_thread = threading.Thread(target=welcome_and_die)
+    hub_thread.start()
+    link = Link(Config({"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(port), "DMLC_NUM_SERVER": "1",
+                        "BPSX_RENDEZVOUS_TIMEOUT": "60"}))
+    try:
+        link.join("worker", 0, "127.0.0.1", [])
+        hub_thread.join()
+        text = ""
+        end = time.monotonic() + 30
+        while not text and time.monotonic() < end:
+            news = link.news()
+            text = news["text"] if news else ""
+    except RendezvousError as e:
+        text = str(e)
+    finally:
+        link.stop()
+        hub_thread.join()
+    assert f"the scheduler at 127.0.0.1:{port} is gone" in text
