@@ -161,10 +161,12 @@ cdef inline int know_tensor(Machine *m, Tensor *tensor) noexcept nogil:
                 return -1
     if m.me != m.root:
         nbytes = (nbytes + PAGE - 1) // PAGE * PAGE
-        if nbytes > m.all[m.me].nbytes - m.used:
+        # Results lie in the first process's share. It may have the next round's ready while others still copy the last one's out.
+        tensor.share_span = nbytes if m.me == 0 else 0
+        if nbytes + tensor.share_span > m.all[m.me].nbytes - m.used:
             return -1
         tensor.share_offset = m.used
-        m.used += nbytes
+        m.used += nbytes + tensor.share_span
     m.tensors[number] = tensor
     return 0
 

@@ -50,6 +50,7 @@ cdef struct Tensor:
     Task *last_waiting
     Tensor *next                # all tensors of the core
     uint64_t share_offset       # of this process's share in its segment, when another process is the machine's root
+    uint64_t share_span         # results lie in this share: odd rounds use another one so many bytes on; else 0
     int failing_status          # what the driver shall fail it with; guarded by the core's monitor
     Tensor *next_failing
 

@@ -44,7 +44,7 @@ cdef inline void give_share(Core *c, Partition *p) noexcept nogil:
     memset(&post, 0, sizeof(Post))
     post.key = p.key
     post.owner = m.me
-    post.offset = p.tensor.share_offset + p.offset
+    post.offset = p.tensor.share_offset + (p.round & 1) * p.tensor.share_span + p.offset
     post.round = p.round
     post.flags = IS_SHARE | (IS_BROADCAST if task.broadcast else 0)
     post.divisor = task.divisor
@@ -165,15 +165,13 @@ cdef inline int add_up(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline void choose_broadcast(Core *c, Partition *p) noexcept nogil:
-    """Whose bytes go out, and where the result will lie."""
+    """Whose bytes go out. The result comes to where that of a sum would."""
     cdef Machine *m = c.machine
     cdef uint32_t owner = p.tensor.current.divisor - m.first_rank       # wraps if it is on another machine
     if owner < m.size and owner != m.me:
         p.source = share_of(m, p, owner)
-        p.result_owner = owner
-        p.result_offset = p.shares[owner].offset
-    p.target = share_of(m, p, p.result_owner)
-    if m.alone and owner == m.me and p.length:
+    p.target = share_of(m, p, 0)
+    if m.alone and p.length and p.source != p.target:
         memcpy(p.target, p.source, p.length)
 
 
