@@ -88,7 +88,7 @@ cdef inline int accept_share(Core *c, Partition *p, const Post *post) noexcept n
         return -1
     p.shares[post.owner] = post[0]
     p.n_shares += 1
-    if deserted(m, &who):
+    if deserted(m, &who, True):
         return post_results(m, p, E_LEFT, who, 0)
     if post.round != p.round:
         return -1
@@ -199,7 +199,9 @@ cdef inline void make_sum(Core *c, Partition *p) noexcept nogil:
         p.share_b = other
         p.source = NULL
         status = 0
-    if status:
+    if status == E_MEMORY:
+        give_up(c, status)                  # the servers wait for a push that will never come
+    elif status:
         fail_partition(c, p, status, m.first_rank + m.me, other)
     else:
         advance(c, p)
@@ -236,7 +238,7 @@ cdef inline void notice_deserters(Core *c) noexcept nogil:
     cdef Tensor *tensor = c.tensors
     cdef uint32_t i, who = 0
     m.somebody_gone = True
-    if not deserted(m, &who):
+    if not deserted(m, &who, True):
         return
     while tensor != NULL:
         if tensor.status == DONE and (tensor.current == NULL or still_waits(m, tensor)):
@@ -301,4 +303,5 @@ cdef inline int pump_machine(Core *c) noexcept nogil:
         for i in range(m.size):
             m.all[i].noticed = m.all[i].noticed or atomic_load(&m.all[i].gone)
         notice_deserters(c)
-    return n + ring_bells(m)
+    ring_bells(m)
+    return n

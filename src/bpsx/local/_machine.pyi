@@ -19,6 +19,9 @@ class Machine:
         """Make sure that the kernels of a dtype code are there. Raises :class:`KeyError` for an unknown code."""
     def left(self, local_rank: int) -> None:
         """A neighbour has left the job in good order. Any thread."""
+    @property
+    def deserted(self) -> bool:
+        """Whether a neighbour has left in good order."""
     def abi(self) -> Any:
         """A capsule for the core, valid as long as this object."""
     def close(self) -> None:

@@ -16,7 +16,7 @@ from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, mmap, mun
 
 from bpsx.core.machine cimport N_DTYPES, Machine as CMachine, Neighbour
 from bpsx.core.post cimport Ring, Segment
-from bpsx.core.sync cimport atomic_store
+from bpsx.core.sync cimport atomic_load, atomic_store
 from bpsx.kernels.abi cimport Kernels, add_fn, divide_fn, finish_fn, pair_fn, start_fn
 from bpsx.transports.abi cimport Endpoint, Message, done_fn
 
@@ -127,6 +127,15 @@ cdef class Machine:
         """A neighbour has left the job in good order. The core has to be woken. Any thread."""
         if 0 <= local_rank < <int>self.c.size:
             atomic_store(&self.c.all[local_rank].gone, 1)
+
+    @property
+    def deserted(self) -> bool:
+        """Whether a neighbour has left in good order."""
+        cdef uint32_t i
+        for i in range(self.c.size):
+            if atomic_load(&self.c.all[i].gone):
+                return True
+        return False
 
     def abi(self):
         """A capsule with the C struct, for the core; valid as long as this object."""
