@@ -172,6 +172,45 @@ def test_who_leaves_in_good_order_is_named_to_those_who_wait(workers, servers, l
     assert all(len(f) == 3 and all(f"worker {leaver} has shut down" in text for text in f[:2]) for i, f in enumerate(found) if i != leaver), found
 
 
+@pytest.mark.parametrize("workers, servers", [(3, 0), (6, 1)])
+def test_who_begins_a_round_when_a_neighbour_has_left_hears_so_from_an_idle_root(workers, servers):
+    source = """
+        import bpsx, numpy as np, sys
+        bpsx.init()
+        bpsx.push_pull(np.ones(10, np.float32), "a")
+        report("ready")
+        if bpsx.rank() == 0:
+            sys.exit(0)
+        sys.stdin.readline()
+        if bpsx.rank() == 1:
+            try:
+                bpsx.push_pull(np.ones(10, np.float32), "a")
+                report("no error")
+            except bpsx.PeerLeftError as e:
+                report(str(e))
+    """
+    with Job(source, workers, servers, processes=3) as job:
+        assert job.workers[0].wait() == 0
+        job.workers[1].say("")
+        assert "worker 0 has shut down" in job.workers[1].wait_for_line("tensor 'a'")
+        for worker in job.workers[2:]:
+            worker.say("")
+        job.results()
+
+
+def test_rounds_do_not_overtake_each_other():
+    """Results lie in one process's share; it may have begun the next round while others still copy."""
+    run("""
+        import bpsx, numpy as np
+        bpsx.init()
+        x, out = np.empty(1_000_000, np.float32), np.empty(1_000_000, np.float32)
+        for round in range(200):
+            x.fill(round)
+            bpsx.push_pull(x, "x", average=False, output=out)
+            assert (out == 4 * round).all(), round
+    """, 4, 0, processes=4)
+
+
 @SHAPES
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGTERM])
