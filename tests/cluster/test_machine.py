@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -252,6 +253,50 @@ def test_neighbours_that_cannot_meet_are_named(tmp_path):
             assert [w.wait() for w in job.workers] == [1, 1]
             text = job.workers[0].text() + job.workers[1].text()
             assert re.search(said, text), text
+
+
+def test_a_root_killed_at_the_meeting_leaves_no_socket(tmp_path):
+    source = """
+        import bpsx, bpsx.session, sys
+        meet = bpsx.session.meet
+        def meet_later(*given):
+            report("here")
+            sys.stdin.readline()
+            return meet(*given)
+        bpsx.session.meet = meet_later
+        bpsx.init()
+    """
+    with Job(source, 0, 0, processes=2, env={"BYTEPS_SOCKET_PATH": str(tmp_path), "DMLC_NUM_WORKER": "1"}) as job:
+        job.start_worker(0)
+        job.start_worker(1, "import bpsx; bpsx.init()")
+        member, root = job.workers
+        member.wait_for_line("here")
+        end = time.monotonic() + 60
+        while not list(tmp_path.rglob("*.sock")):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        root.signal(signal.SIGKILL)
+        root.wait()
+        member.say("")
+        assert member.wait() == 1 and "worker 1 " in member.text()
+    assert not list(tmp_path.rglob("*.sock"))
+
+
+def test_limits_that_leave_no_room_for_shares_are_named():
+    for limit, said in (("RLIMIT_FSIZE", "ulimit -f"), ("RLIMIT_AS", "ulimit -v")):
+        source = f"""
+            import bpsx, bpsx.session, resource
+            meet = bpsx.session.meet
+            def meet_with_less(*given):
+                resource.setrlimit(resource.{limit}, (1 << 32, 1 << 32) if "{limit}" == "RLIMIT_AS" else (1 << 20, 1 << 20))
+                return meet(*given)
+            bpsx.session.meet = meet_with_less
+            bpsx.init()
+        """
+        with Job(source, 2, 0, processes=2) as job:
+            assert [w.wait() for w in job.workers] == [1, 1]
+            text = job.workers[0].text() + job.workers[1].text()
+            assert said in text and "BPSX_LOCAL_REDUCE=0" in text, text
 
 
 def test_the_number_of_processes_must_agree():

@@ -87,7 +87,11 @@ cdef class Machine:
             self.c.all[i].wake_fd = -1
         self.c.used = head_bytes(size)
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.descriptor, self.c.used + room)
+        try:
+            os.ftruncate(self.descriptor, self.c.used + room)
+        except OSError as e:
+            raise ConfigError(f"cannot make {self.c.used + room} bytes of shared memory ({e.strerror}): raise the limit of file sizes (ulimit -f), or "
+                              "set BPSX_LOCAL_REDUCE=0 to let every process speak to the servers itself") from e
         # Nobody can pull the memory away from under the others.
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self._map(me, self.descriptor)
