@@ -262,6 +262,8 @@ class Session:
         """Once a second: a broken connection that the scheduler had no word about, what is waited for, what can be let go."""
         if self._broken is not None and not self._failure and time.monotonic() - self._broken[0] >= VERDICT_SECONDS:
             self._peer_lost(self._broken[1])
+        if self._near.machine is not None and self._near.machine.deserted:
+            self._core.look()       # a neighbour may have posted before it heard, to an idle root that would never answer
         self._core.reap()
         self.reporter.tick()
         waiting = self._core.waiting(min(1.0, self.config.stall_warn / 2))

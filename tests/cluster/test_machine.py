@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -173,6 +174,45 @@ def test_who_leaves_in_good_order_is_named_to_those_who_wait(workers, servers, l
     assert all(len(f) == 3 and all(f"worker {leaver} has shut down" in text for text in f[:2]) for i, f in enumerate(found) if i != leaver), found
 
 
+@pytest.mark.parametrize("workers, servers", [(3, 0), (6, 1)])
+def test_who_begins_a_round_when_a_neighbour_has_left_hears_so_from_an_idle_root(workers, servers):
+    source = """
+        import bpsx, numpy as np, sys
+        bpsx.init()
+        bpsx.push_pull(np.ones(10, np.float32), "a")
+        report("ready")
+        if bpsx.rank() == 0:
+            sys.exit(0)
+        sys.stdin.readline()
+        if bpsx.rank() == 1:
+            try:
+                bpsx.push_pull(np.ones(10, np.float32), "a")
+                report("no error")
+            except bpsx.PeerLeftError as e:
+                report(str(e))
+    """
+    with Job(source, workers, servers, processes=3) as job:
+        assert job.workers[0].wait() == 0
+        job.workers[1].say("")
+        assert "worker 0 has shut down" in job.workers[1].wait_for_line("tensor 'a'")
+        for worker in job.workers[2:]:
+            worker.say("")
+        job.results()
+
+
+def test_rounds_do_not_overtake_each_other():
+    """Results lie in one process's share; it may have begun the next round while others still copy."""
+    run("""
+        import bpsx, numpy as np
+        bpsx.init()
+        x, out = np.empty(1_000_000, np.float32), np.empty(1_000_000, np.float32)
+        for round in range(200):
+            x.fill(round)
+            bpsx.push_pull(x, "x", average=False, output=out)
+            assert (out == 4 * round).all(), round
+    """, 4, 0, processes=4)
+
+
 @SHAPES
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGTERM])
@@ -214,6 +254,50 @@ def test_neighbours_that_cannot_meet_are_named(tmp_path):
             assert [w.wait() for w in job.workers] == [1, 1]
             text = job.workers[0].text() + job.workers[1].text()
             assert re.search(said, text), text
+
+
+def test_a_root_killed_at_the_meeting_leaves_no_socket(tmp_path):
+    source = """
+        import bpsx, bpsx.session, sys
+        meet = bpsx.neighbourhood.meet
+        def meet_later(*given):
+            report("here")
+            sys.stdin.readline()
+            return meet(*given)
+        bpsx.neighbourhood.meet = meet_later
+        bpsx.init()
+    """
+    with Job(source, 0, 0, processes=2, env={"BYTEPS_SOCKET_PATH": str(tmp_path), "DMLC_NUM_WORKER": "1"}) as job:
+        job.start_worker(0)
+        job.start_worker(1, "import bpsx; bpsx.init()")
+        member, root = job.workers
+        member.wait_for_line("here")
+        end = time.monotonic() + 60
+        while not list(tmp_path.rglob("*.sock")):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        root.signal(signal.SIGKILL)
+        root.wait()
+        member.say("")
+        assert member.wait() == 1 and "worker 1 " in member.text()
+    assert not list(tmp_path.rglob("*.sock"))
+
+
+def test_limits_that_leave_no_room_for_shares_are_named():
+    for limit, said in (("RLIMIT_FSIZE", "ulimit -f"), ("RLIMIT_AS", "ulimit -v")):
+        source = f"""
+            import bpsx, bpsx.session, resource
+            meet = bpsx.neighbourhood.meet
+            def meet_with_less(*given):
+                resource.setrlimit(resource.{limit}, (1 << 32, 1 << 32) if "{limit}" == "RLIMIT_AS" else (1 << 20, 1 << 20))
+                return meet(*given)
+            bpsx.neighbourhood.meet = meet_with_less
+            bpsx.init()
+        """
+        with Job(source, 2, 0, processes=2) as job:
+            assert [w.wait() for w in job.workers] == [1, 1]
+            text = job.workers[0].text() + job.workers[1].text()
+            assert said in text and "BPSX_LOCAL_REDUCE=0" in text, text
 
 
 def test_the_number_of_processes_must_agree():

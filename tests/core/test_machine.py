@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import time
 
 import numpy as np
 import pytest
@@ -26,9 +27,9 @@ _RING_BYTES = 2 * COUNTER_APART + RING_POSTS * _POST.size
 class Ours:
     """The cores of all processes of a machine; ``lane`` is the server's side where there is one."""
 
-    def __init__(self, size: int = 2, with_server: bool = False, only: set[int] | None = None) -> None:
+    def __init__(self, size: int = 2, with_server: bool = False, only: set[int] | None = None, room: int = 1 << 26) -> None:
         self.size, self.with_server = size, with_server
-        self.machines = [Machine(size=size, me=i, first_rank=size, alone=not with_server, name=f"test-{i}", room=1 << 26) for i in range(size)]
+        self.machines = [Machine(size=size, me=i, first_rank=size, alone=not with_server, name=f"test-{i}", room=room) for i in range(size)]
         self.lane = LoopbackEndpoint()
         self.endpoints: list[QuietEndpoint | LoopbackEndpoint] = [QuietEndpoint() for _ in range(size)]
         if with_server:
@@ -65,6 +66,18 @@ class Ours:
             struct.pack_into("<q", memory, at + COUNTER_APART, put + 1)
         if wake:
             self.endpoints[to].wake()
+
+    def taken(self, to: int, sender: int, so_many: int | None = None) -> int:
+        """How many posts of ``sender``'s the reader has taken; ``so_many`` says so in its place."""
+        with mmap.mmap(self.machines[to].descriptor, head_bytes(self.size)) as memory:
+            if so_many is not None:
+                struct.pack_into("<q", memory, 64 + sender * _RING_BYTES, so_many)
+            return int(struct.unpack_from("<q", memory, 64 + sender * _RING_BYTES)[0])
+
+    def posted(self, to: int, sender: int, n: int) -> tuple[int, ...]:
+        """The n-th post that ``sender`` has put into the ring to ``to``."""
+        with mmap.mmap(self.machines[to].descriptor, head_bytes(self.size)) as memory:
+            return _POST.unpack_from(memory, 64 + sender * _RING_BYTES + 2 * COUNTER_APART + n % RING_POSTS * _POST.size)
 
     def posts(self, to: int, sender: int) -> int:
         """How many posts ``sender`` has put into the ring to ``to``."""
@@ -152,6 +165,114 @@ def test_a_result_posted_before_the_root_left_counts(make):
     ours.machines[0].left(1)
     ours.cores[0].look()
     assert (handle.wait(20) == 1).all()
+
+
+def until(true) -> None:
+    """Wait for what another thread does."""
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("operation", ["sum", "broadcast"])
+def test_a_result_stays_until_all_have_copied_it_out(make, operation):
+    """Local rank 1, here played by hand, is slow; local rank 0 is a round ahead."""
+    ours = make(3, only={0, 2})
+    broadcast = operation == "broadcast"
+    more = {"divisor": 3 if broadcast else 1, "broadcast": broadcast}       # the workers of this machine are 3 to 5
+    tensors = {i: ours.tensor(i, 4000) for i in (0, 2)}
+    handles = [submit(ours, i, tensors[i], np.full(1000, 1 + i, np.float32), **more) for i in (0, 2)]
+    os.pwrite(ours.machines[1].descriptor, np.full(1000, 10, np.float32).tobytes(), head_bytes(3))
+    ours.post(2, 1, 0, head_bytes(3), 1, 0, IS_SHARE | HAS_BODY | broadcast * IS_BROADCAST, more["divisor"], 0, 0, 0)
+    total = 1 if broadcast else 1 + 3 + 10
+    assert all((h.wait(20) == total).all() for h in handles)
+    submit(ours, 0, tensors[0], np.full(1000, 77, np.float32), **more)
+    until(lambda: ours.posts(2, 0) == 2)
+    _, offset, owner, *_ = ours.posted(1, 2, 0)
+    assert (np.frombuffer(os.pread(ours.machines[owner].descriptor, 4000, offset), np.float32) == total).all()
+
+
+def test_broadcasts_from_everybody(make):
+    ours = make(3)
+    tensors = [ours.tensor(i, 4096, 100) for i in range(3)]
+    for root in (0, 1, 2, 0, 0, 2, 1):
+        outs = [np.full(1049, 10 * root + i, np.float32) for i in range(3)]
+        handles = [ours.cores[i].submit(tensors[i], outs[i] if i == root else None, outs[i], divisor=3 + root, broadcast=True, result=outs[i])
+                   for i in range(3)]
+        assert all((h.wait(20) == 11 * root).all() for h in handles)
+
+
+def test_results_that_found_no_room_are_posted_when_there_is_some(make):
+    """Also when the root has nothing else to do."""
+    n = RING_POSTS + 900
+    ours = make(only={1})
+    handle = submit(ours, 1, ours.tensor(1, *[4] * n), np.ones(n, np.float32))
+    for i in range(n):
+        if i % 1000 == 0:
+            ours.endpoints[1].wake()
+            until(lambda i=i: ours.taken(1, 0) == i)
+        ours.post(1, 0, i, head_bytes(2) + 4 * i, 0, 0, IS_SHARE | HAS_BODY, 1, 0, 0, 0, wake=False)
+    ours.endpoints[1].wake()
+    assert (handle.wait(20) == 1).all() and ours.posts(0, 1) == RING_POSTS
+    assert ours.cores[1].outstanding == 1
+    ours.taken(0, 1, RING_POSTS)
+    until(lambda: ours.posts(0, 1) == n)
+    until(lambda: ours.cores[1].outstanding == 0)
+
+
+def test_all_that_waits_behind_a_round_ends_when_the_root_has_left(make):
+    ours = make(only={0})
+    length = 1 << 20        # so that the first round is still being copied out when the leaving is noticed
+    tensor = ours.tensor(0, length, length)
+    handles = [submit(ours, 0, tensor, np.ones(2 * length // 4, np.float32)) for _ in range(4)]
+    until(lambda: ours.posts(1, 0) == 2)
+    for part in range(2):
+        ours.post(0, 1, part, head_bytes(2) + part * length, 0, 0, IS_RESULT, 0, 0, 0, 0, wake=False)
+    ours.machines[0].left(1)
+    ours.cores[0].look()
+    assert (handles[0].wait(20) == 1).all()
+    for handle in handles[1:]:
+        with pytest.raises(errors.PeerLeftError, match="worker 3 "):
+            handle.wait(20)
+
+
+def test_nobody_waits_for_a_round_that_lacks_a_neighbour(make):
+    """Neither one that begins later, nor one that was posted to a root without work."""
+    ours = make(3, only={1, 2})
+    tensors = {i: ours.tensor(i, 4000) for i in (1, 2)}
+    ours.machines[2].left(0)
+    ours.cores[2].look()
+    with pytest.raises(errors.PeerLeftError, match="worker 3 "):
+        submit(ours, 2, tensors[2], np.ones(1000, np.float32)).wait(20)
+    handle = submit(ours, 1, tensors[1], np.ones(1000, np.float32))
+    until(lambda: ours.posts(2, 1) == 1)
+    ours.cores[2].look()                        # as the session does from time to time
+    with pytest.raises(errors.PeerLeftError, match="worker 3 "):
+        handle.wait(20)
+    ours.machines[1].left(0)
+    ours.cores[1].look()
+    with pytest.raises(errors.PeerLeftError, match="worker 3 "):
+        submit(ours, 1, tensors[1], np.ones(1000, np.float32)).wait(20)
+    assert ours.posts(2, 1) == 1
+
+
+def test_without_memory_for_a_share_the_job_has_failed(make):
+    """The others would wait for it in vain."""
+    ours = make(only={0}, room=1 << 16)
+    with pytest.raises(errors.OutOfMemoryError):
+        submit(ours, 0, ours.tensor(0, 1 << 17), np.ones(1 << 15, np.float32)).wait(20)
+    assert "memory" in ours.cores[0].failed
+
+
+def test_a_machine_that_cannot_add_has_failed(make):
+    """The servers would wait for its push in vain. Here: no kernels for the dtype."""
+    ours = make(with_server=True)
+    handles = [submit(ours, i, ours.tensor(i, 400, dtype=31), np.ones(100, np.float32)) for i in range(2)]
+    ours.endpoints[1].wake()
+    with pytest.raises(errors.OutOfMemoryError):
+        handles[1].wait(20)
+    assert "memory" in ours.cores[1].failed
 
 
 NONSENSE = {

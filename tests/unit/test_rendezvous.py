@@ -78,6 +78,7 @@ def test_who_is_missing_is_known():
     (hello("worker", 0, pid=7), "there is a worker 0 (h, pid 100) already"), (hello("worker", 5), "rank 5"), (hello("boss", 0), "'boss'"),
     (hello("worker", 1, protocol=2), "protocol version 2"), (hello("worker", 1, 3), "DMLC_NUM_WORKER=3"),
     (hello("server", -1, 2, 4), "DMLC_NUM_SERVER=4"),
+    (hello("worker", 1, config=config(2, 0)), "set DMLC_NUM_SERVER=0 for the scheduler"),
     (hello("worker", 1, config=config(2, 1, BYTEPS_PARTITION_BYTES=8192)), "BYTEPS_PARTITION_BYTES=8192"),
     (hello("server", -1, pid=8), "1 servers already"), (hello("server", -1, lanes=[]), "without lanes"),
     (hello("worker", 1, config=config(2, 1, BYTEPS_LOCAL_SIZE="x")), "no sense"),

@@ -1,5 +1,5 @@
 # The driver's loop and the hand-over of its role. One thread at a time drives: see "The driver" in ARCHITECTURE.md.
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint32_t
 
 from bpsx.core.partition cimport Task, Tensor
 from bpsx.core.machine cimport fall_asleep, hosts, ring_bells, stay_awake
@@ -15,6 +15,7 @@ from bpsx.core.sync cimport (
 
 cdef enum:
     PARK_MS = 1000              # a bound on any lost wake-up; an idle process makes no call at all
+    CROWDED_MS = 1              # between two looks at a full ring: its reader tells nobody that it has made room
 
 
 cdef inline void kick(Core *c) noexcept nogil:
@@ -65,7 +66,11 @@ cdef inline int64_t busy_ns(Core *c) noexcept nogil:
 cdef inline void sweep(Core *c) noexcept nogil:
     """The whole core has failed: end every task."""
     cdef Tensor *tensor = c.tensors
+    cdef uint32_t i
     c.swept = True
+    if c.machine != NULL:
+        for i in range(c.machine.size):
+            c.machine.all[i].overflow.size = 0
     while tensor != NULL:
         fail_tensor(c, tensor, <int>c.failed)
         tensor = tensor.next
@@ -101,6 +106,7 @@ cdef inline int take_news(Core *c) noexcept nogil:
         following = task.next
         if adopt(c, task.tensor) != 0:
             finish(c, task, E_MEMORY)
+            give_up(c, E_MEMORY)            # the others will wait for this share
         else:
             start(c, task)
         task = following
@@ -111,11 +117,28 @@ cdef inline int take_news(Core *c) noexcept nogil:
     return 1
 
 
+cdef inline void tell_neighbours(Core *c) noexcept nogil:
+    """Ring their bells. What they have no room for is work under way: somebody has to drive until they have been told."""
+    cdef bint unsent = ring_bells(c.machine)
+    if unsent == c.unsent:
+        return
+    c.unsent = unsent
+    lock(&c.monitor)
+    if unsent and c.outstanding == 0:
+        c.busy_since = now_ns()
+    c.outstanding += 1 if unsent else -1
+    if c.outstanding == 0:
+        c.busy_total += now_ns() - c.busy_since
+    unlock(&c.monitor)
+
+
 cdef inline bint park(Core *c, int64_t deadline_ns) noexcept nogil:
     """Sleep until something happens. False if there was news after all."""
     cdef int64_t left_ms = PARK_MS
     if deadline_ns:
         left_ms = min(left_ms, (deadline_ns - now_ns()) // 1000000 + 1)
+    if c.unsent:
+        left_ms = min(left_ms, CROWDED_MS)
     lock(&c.monitor)
     c.parked = not c.news and not c.stopping
     unlock(&c.monitor)
@@ -143,7 +166,7 @@ cdef inline void drive(Core *c, Task *until, int64_t deadline_ns) noexcept nogil
         progress += pump_out(c)
         progress += pump_in(c)
         if c.machine != NULL:
-            ring_bells(c.machine)
+            tell_neighbours(c)
         if until != NULL:
             if atomic_load(&until.status) != PENDING:
                 return

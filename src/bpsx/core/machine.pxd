@@ -71,6 +71,8 @@ cdef inline int queue_post(Posts *q, const Post *post) noexcept nogil:
 cdef inline int send_post(Machine *m, uint32_t to, const Post *post) noexcept nogil:
     """Tell a neighbour, in order; it is woken by `ring_bells`. 0, or -1 when there is no memory."""
     cdef Neighbour *n = &m.all[to]
+    if atomic_load(&n.gone):
+        return 0                            # it reads no more
     n.dirty = True
     if n.overflow.size == 0 and ring_put(&n.segment.rings[m.me], post):
         return 0
@@ -88,6 +90,8 @@ cdef inline bint ring_bells(Machine *m) noexcept nogil:
         if not n.dirty:
             continue
         sent = 0
+        if atomic_load(&n.gone):
+            n.overflow.size = 0
         while sent < n.overflow.size and ring_put(&n.segment.rings[m.me], &n.overflow.items[sent]):
             sent += 1
         shift(&n.overflow, sent)
@@ -164,10 +168,12 @@ cdef inline int know_tensor(Machine *m, Tensor *tensor) noexcept nogil:
                 return -1
     if m.me != m.root:
         nbytes = (nbytes + PAGE - 1) // PAGE * PAGE
-        if nbytes > m.all[m.me].nbytes - m.used:
+        # Address space for two: see `share_side`. Memory is taken as it is written.
+        tensor.share_span = nbytes
+        if nbytes + tensor.share_span > m.all[m.me].nbytes - m.used:
             return -1
         tensor.share_offset = m.used
-        m.used += nbytes
+        m.used += nbytes + tensor.share_span
     m.tensors[number] = tensor
     return 0
 

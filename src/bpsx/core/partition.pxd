@@ -26,7 +26,8 @@ cdef struct Partition:
     uint32_t divisor            # what the server shall do with it, see Header
     int64_t entered_ns          # its present stage, where it is recorded
     Tensor *tensor
-    # With several processes on this machine, see reduce.pxd; at the root:
+    # With several processes on this machine, see reduce.pxd:
+    uint32_t share_side         # elsewhere: which of its two places the share takes next
     Post *shares                # by local rank: what has been posted for this round; flags 0: nothing yet
     uint32_t n_shares
     uint32_t result_owner       # where the others find the result
@@ -55,6 +56,7 @@ cdef struct Tensor:
     Tensor *next                # all tensors of the core
     Tensor *next_known          # to be adopted without a task
     uint64_t share_offset       # of this process's share in its segment, when another process is the machine's root
+    uint64_t share_span         # bytes from the share's one place to its other
     int failing_status          # what the driver shall fail it with; guarded by the core's monitor
     Tensor *next_failing
 

@@ -47,7 +47,7 @@ cdef inline void give_share(Core *c, Partition *p) noexcept nogil:
     memset(&post, 0, sizeof(Post))
     post.key = p.key
     post.owner = m.me
-    post.offset = p.tensor.share_offset + p.offset
+    post.offset = p.tensor.share_offset + p.share_side * p.tensor.share_span + p.offset
     post.round = p.round
     post.flags = IS_SHARE | (IS_BROADCAST if task.broadcast else 0)
     post.divisor = task.divisor
@@ -75,6 +75,9 @@ cdef inline int take_result(Core *c, const Post *post) noexcept nogil:
     p.source = memory_at(c.machine, post.owner, post.offset, p.length)
     if p.source == NULL:
         return -1
+    if post.owner == c.machine.me:
+        # The result lies where our share lay, and others may still copy it out when we begin the next round: that share goes elsewhere.
+        p.share_side ^= 1
     advance(c, p)
     return 0
 
@@ -137,7 +140,7 @@ cdef inline int accept_share(Core *c, Partition *p, const Post *post) noexcept n
     noted[0] = post[0]
     noted.count = count + 1
     p.n_shares += 1
-    if deserted(m, &who):
+    if deserted(m, &who, True):
         return post_results(m, p, E_LEFT, who, 0)
     consider(c, p)
     return 0
@@ -246,8 +249,7 @@ cdef inline int choose_broadcast(Core *c, Partition *p) noexcept nogil:
         p.source = share_of(m, p, owner)
         p.result_owner = owner
         p.result_offset = p.shares[owner].offset
-        if m.alone:
-            p.target = p.source
+        p.target = p.source
     elif p.tensor.current.input == NULL:
         return E_JOINED
     elif m.alone and p.length and p.source != p.target:
@@ -289,7 +291,9 @@ cdef inline void make_sum(Core *c, Partition *p) noexcept nogil:
         p.share_b = other
         p.source = NULL
         status = 0
-    if status:
+    if status == E_MEMORY:
+        give_up(c, status)                  # the servers wait for a push that will never come
+    elif status:
         fail_partition(c, p, status, one, other)
     else:
         advance(c, p)
@@ -326,7 +330,7 @@ cdef inline void notice_deserters(Core *c) noexcept nogil:
     cdef Tensor *tensor = c.tensors
     cdef uint32_t i, who = 0
     m.somebody_gone = True
-    if not deserted(m, &who):
+    if not deserted(m, &who, True):
         return
     while tensor != NULL:
         if tensor.status == DONE and (tensor.current == NULL or still_waits(m, tensor)):
@@ -394,4 +398,5 @@ cdef inline int pump_machine(Core *c) noexcept nogil:
         for i in range(m.size):
             m.all[i].noticed = m.all[i].noticed or atomic_load(&m.all[i].gone)
         notice_deserters(c)
-    return n + ring_bells(m)
+    ring_bells(m)
+    return n

@@ -89,8 +89,8 @@ cdef inline void home(Core *c, Partition *p) noexcept nogil:
         return
     tensor.current = NULL
     finish(c, task, task.error if task.error else DONE)
-    task = tensor.first_waiting
-    if task != NULL:
+    while tensor.current == NULL and tensor.first_waiting != NULL:      # one that cannot be started ends at once
+        task = tensor.first_waiting
         tensor.first_waiting = task.next
         start(c, task)
 
@@ -119,13 +119,14 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
         free(task)
 
 
-cdef inline bint deserted(Machine *m, uint32_t *who) noexcept nogil:
-    """Whether a process that this machine's rounds cannot do without has left the job: any for the root, the root for the others."""
+cdef inline bint deserted(Machine *m, uint32_t *who, bint under_way) noexcept nogil:
+    """Whether a round lacks a process of this machine that has left the job. One that begins does if anybody has left: what the leaver
+    took part in began before. One ``under_way`` does at the root; the others know only if it is the root, or if it says so."""
     cdef uint32_t i
     if m == NULL or not m.somebody_gone:
         return False
     for i in range(m.size):
-        if m.all[i].gone and (m.me == m.root or i == m.root):
+        if m.all[i].gone and (not under_way or m.me == m.root or i == m.root):
             who[0] = m.first_rank + i
             return True
     return False
@@ -136,7 +137,7 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
     cdef Tensor *tensor = task.tensor
     cdef uint32_t i
     task.next = NULL
-    if tensor.status == DONE and deserted(c.machine, &task.detail_a):
+    if tensor.status == DONE and deserted(c.machine, &task.detail_a, False):
         finish(c, task, E_LEFT)
         return
     if c.failed or tensor.status < 0:

@@ -31,7 +31,7 @@ cdef struct Core:
     # Written under the monitor, read anywhere:
     int64_t news                # the inbox, `failing` or `failed` has something for the driver
     int64_t failed              # not 0: this status ends every task
-    int64_t outstanding         # tasks submitted and not finished
+    int64_t outstanding         # tasks submitted and not finished, and one more while `unsent`
     int64_t busy_since          # when that last became more than 0
     int64_t busy_total          # time in which it was, up to then
     int64_t stopping
@@ -46,6 +46,7 @@ cdef struct Core:
     uint64_t next_order
     Tensor *tensors
     bint swept                  # everything has been failed with `failed`
+    bint unsent                 # neighbours on this machine have not room for what we have to tell them
     Counters counters
     bint telemetry              # count what came home
     Watch *watch                # NULL: nobody wants to know

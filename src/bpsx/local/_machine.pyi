@@ -23,6 +23,9 @@ class Machine:
         """A process has called join(): rounds close without it. Any thread."""
     def all_joined(self) -> None:
         """Everybody is back. Any thread."""
+    @property
+    def deserted(self) -> bool:
+        """Whether a neighbour has left in good order."""
     def abi(self) -> Any:
         """A capsule for the core, valid as long as this object."""
     def close(self) -> None:

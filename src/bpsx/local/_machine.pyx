@@ -16,7 +16,7 @@ from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, mmap, mun
 
 from bpsx.core.machine cimport N_DTYPES, Machine as CMachine, Neighbour
 from bpsx.core.post cimport Ring, Segment
-from bpsx.core.sync cimport atomic_store
+from bpsx.core.sync cimport atomic_load, atomic_store
 from bpsx.kernels.abi cimport Kernels, add_fn, divide_fn, finish_fn, pair_fn, start_fn
 from bpsx.transports.abi cimport Endpoint, Message, done_fn
 
@@ -88,7 +88,11 @@ cdef class Machine:
             self.c.all[i].wake_fd = -1
         self.c.used = head_bytes(size)
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.descriptor, self.c.used + room)
+        try:
+            os.ftruncate(self.descriptor, self.c.used + room)
+        except OSError as e:
+            raise ConfigError(f"cannot make {self.c.used + room} bytes of shared memory ({e.strerror}): raise the limit of file sizes (ulimit -f), or "
+                              "set BPSX_LOCAL_REDUCE=0 to let every process speak to the servers itself") from e
         # Nobody can pull the memory away from under the others.
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self._map(me, self.descriptor)
@@ -140,6 +144,15 @@ cdef class Machine:
         cdef uint32_t i
         for i in range(self.c.size):
             atomic_store(&self.c.all[i].joined, 0)
+
+    @property
+    def deserted(self) -> bool:
+        """Whether a neighbour has left in good order."""
+        cdef uint32_t i
+        for i in range(self.c.size):
+            if atomic_load(&self.c.all[i].gone):
+                return True
+        return False
 
     def abi(self):
         """A capsule with the C struct, for the core; valid as long as this object."""

@@ -42,6 +42,7 @@ def meet(config: Config, job: int, wake: int, alone: bool, look: Callable[[], No
         (_host if me == size - 1 else _visit)(machine, path, size, me, wake, end, look)
     except BaseException:
         machine.close()
+        path.unlink(missing_ok=True)        # a root that was killed leaves it
         raise
     return machine
 

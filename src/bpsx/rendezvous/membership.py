@@ -106,6 +106,9 @@ class Membership:
         if self.state != "waiting":
             return f"the job is {self.state} and complete"
         for name, ours in (("DMLC_NUM_WORKER", self.num_worker), ("DMLC_NUM_SERVER", self.num_server)):
+            if name == "DMLC_NUM_SERVER" and m["config"].get(name) == 0 and ours and m["role"] == "worker":
+                return (f"the processes of a single machine need no servers: set DMLC_NUM_SERVER=0 for the scheduler, which has {ours}, "
+                        "and start none; or set BYTEPS_FORCE_DISTRIBUTED=1 on all workers")
             if m["config"].get(name) != ours:
                 return f"{name}={m['config'].get(name)} there, {ours} at the scheduler"
         for other in self.nodes.values():
