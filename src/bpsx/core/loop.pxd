@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t, uint32_t
 from bpsx.core.partition cimport Task, Tensor
 from bpsx.core.machine cimport fall_asleep, hosts, ring_bells, stay_awake
 from bpsx.core.receive cimport pump_in
-from bpsx.core.reduce cimport pump_machine, take_early
+from bpsx.core.reduce cimport gone_news, pump_machine, take_early
 from bpsx.core.send cimport pump_out
 from bpsx.core.stage cimport adopt, fail_tensor, finish, give_up, start
 from bpsx.core.state cimport Core
@@ -98,6 +98,8 @@ cdef inline int take_news(Core *c) noexcept nogil:
         next_failing = tensor.next_failing
         fail_tensor(c, tensor, tensor.failing_status)
         tensor = next_failing
+    if c.machine != NULL and gone_news(c.machine):
+        c.machine.somebody_gone = True          # before tasks begin that lack him
     while known != NULL:
         if adopt(c, known) != 0:
             give_up(c, E_MEMORY)
