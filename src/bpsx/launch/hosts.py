@@ -149,7 +149,8 @@ class Remote:
         everybody = {self.hosts.scheduler, *self.hosts.servers, *self.hosts.workers}
         if is_loopback(self._address) and not all(is_loopback(_bare(host)) for host in everybody):
             far = next(host for host in everybody if not is_loopback(_bare(host)))
-            raise ConfigError(f"the scheduler's address is {self._address}, which {far.name} ({far.line}) cannot reach; name another with --scheduler-ip")
+            raise ConfigError(f"the scheduler's address is {self._address}, which {far.name} ({far.line}) cannot reach; "
+                              "name another with --scheduler-ip")
 
     @property
     def _address(self) -> str:
