@@ -80,12 +80,16 @@ def cpu_list(text: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def _cpu_lists(text: str) -> tuple[frozenset[int], ...]:
-    return tuple(cpu_list(part) for part in text.split(":"))
+def _cpu_lists(text: str) -> str:
+    for part in text.split(":") if text else ():
+        cpu_list(part)
+    return text
 
 
-def _blacklist(text: str) -> frozenset[int]:
-    return frozenset() if text == "-1" else cpu_list(text)
+def _blacklist(text: str) -> str:
+    if text != "-1":
+        cpu_list(text)
+    return text
 
 
 _ROLES = ("worker", "server", "scheduler")
@@ -183,9 +187,9 @@ OPTIONS: tuple[Option, ...] = (
            "Physical cores of each worker process but the root.", _LAUNCH),
     Option("numa_root_quota", "BYTEPS_NUMA_ROOT_QUOTA", _integer(0, 65535), 0, "0..65535; 0: what is left",
            "Physical cores of the root, the process with the largest local rank.", _LAUNCH),
-    Option("visible_cpu_cores", "BYTEPS_VISIBLE_CPU_CORES", _cpu_lists, (), "lists of logical CPUs as 0-3,8, with a colon between local ranks",
+    Option("visible_cpu_cores", "BYTEPS_VISIBLE_CPU_CORES", _cpu_lists, "", "lists of logical CPUs as 0-3,8, with a colon between local ranks",
            "Exactly the CPUs of each worker process; quotas and blacklist do not count then.", _LAUNCH),
-    Option("cpu_blacklist", "BYTEPS_CPU_BLACKLIST", _blacklist, frozenset(), "logical CPUs as 0-3,8; -1: none",
+    Option("cpu_blacklist", "BYTEPS_CPU_BLACKLIST", _blacklist, "-1", "logical CPUs as 0-3,8; -1: none",
            "CPUs that no worker process is bound to.", _LAUNCH),
     Option("multithreaded_cpu", "BYTEPS_MULTITHREADED_CPU", _flag, True, _FLAG,
            "A process gets all hardware threads of its cores; 0: the first of each.", _LAUNCH),
@@ -377,6 +381,4 @@ def reference() -> str:
 
 
 def _plain(default: Any) -> str:
-    if default in ((), frozenset()):
-        return "unset"
     return str(int(default)) if isinstance(default, bool) else str(default) or "unset"

@@ -25,7 +25,7 @@ REFUSED = {
     "BPSX_SHUTDOWN_TIMEOUT": "soon", "BYTEPS_LOG_LEVEL": "loud", "BYTEPS_LOG_HIDE_TIME": "perhaps",
 }
 FREE_TEXT = {"DMLC_PS_ROOT_URI", "DMLC_NODE_HOST", "DMLC_INTERFACE", "BPSX_CACHE_DIR", "BPSX_PORT_FILE", "BPSX_SECRET",
-             "NVIDIA_VISIBLE_DEVICES"}
+             "NVIDIA_VISIBLE_DEVICES", "BYTEPS_SOCKET_PATH"}
 
 
 def test_every_option_has_a_case_here():

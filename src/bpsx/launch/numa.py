@@ -48,7 +48,7 @@ def _cpus(file: Path) -> frozenset[int]:
 
 def wanted(config: Config, processes: int) -> bool:
     """Whether anything is bound at all: several processes would crowd the same cores; a single one is bound only if asked."""
-    asked = config.visible_cpu_cores or config.cpu_blacklist or config.numa_default_quota or config.numa_root_quota
+    asked = config.visible_cpu_cores or _blacklist(config) or config.numa_default_quota or config.numa_root_quota
     return bool(config.numa_on and (processes > 1 or asked))
 
 
@@ -61,10 +61,11 @@ def plan(config: Config, processes: int, cores: Sequence[Core]) -> list[frozense
         return [frozenset()] * processes
     if config.visible_cpu_cores:
         return _explicit(config.visible_cpu_cores, processes, cores)
-    kept = [Core(tuple(cpu for cpu in core.cpus if cpu not in config.cpu_blacklist), core.node) for core in cores]
+    blacklist = _blacklist(config)
+    kept = [Core(tuple(cpu for cpu in core.cpus if cpu not in blacklist), core.node) for core in cores]
     free = [core for core in kept if core.cpus]
     if not free:
-        raise ConfigError(f"BYTEPS_CPU_BLACKLIST={text(config.cpu_blacklist)}: no CPU is left of {text(_all(cores))}")
+        raise ConfigError(f"BYTEPS_CPU_BLACKLIST={config.cpu_blacklist}: no CPU is left of {text(_all(cores))}")
     sizes = quotas(config, processes, len(free))
     bound = []
     for size in sizes:
@@ -102,15 +103,19 @@ def _take(free: Sequence[Core], size: int) -> list[Core]:
     return [core for cores in sorted(by_node.values(), key=len, reverse=True) for core in cores][:size]
 
 
-def _explicit(lists: Sequence[frozenset[int]], processes: int, cores: Sequence[Core]) -> list[frozenset[int]]:
-    given = ":".join(text(cpus) for cpus in lists)
+def _blacklist(config: Config) -> frozenset[int]:
+    return frozenset() if config.cpu_blacklist == "-1" else cpu_list(config.cpu_blacklist)
+
+
+def _explicit(given: str, processes: int, cores: Sequence[Core]) -> list[frozenset[int]]:
+    lists = [cpu_list(part) for part in given.split(":")]
     if len(lists) != processes:
         raise ConfigError(f"BYTEPS_VISIBLE_CPU_CORES={given}: {len(lists)} lists for {processes} worker processes; "
                           "allowed is one per process, separated by colons")
     missing = frozenset().union(*lists) - _all(cores)
     if missing:
         raise ConfigError(f"BYTEPS_VISIBLE_CPU_CORES={given}: this process may not use {text(missing)}; allowed are {text(_all(cores))}")
-    return list(lists)
+    return lists
 
 
 def _all(cores: Sequence[Core]) -> frozenset[int]:
