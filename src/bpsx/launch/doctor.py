@@ -1,9 +1,10 @@
-"""``bpsx-run doctor``: reports what was found on this machine, and tries a push_pull through a scheduler and a server of its own."""
+"""``bpsx-run doctor``: reports what was found on this machine, and tries a push_pull through a job of its own."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from bpsx.launch import findings
 from bpsx.launch.findings import Report
 
 _TRY_SECONDS = 120.0
+_TOLD = 10
 #: Where things are kept holds for the trial, too; all else of the job's variables is left out of it.
 _KEPT = ("BPSX_CACHE_DIR", "BYTEPS_SOCKET_PATH")
 _OURS = ("DMLC_", "BYTEPS_", "BPSX_", "PS_")
@@ -26,9 +28,9 @@ def _trial_environment() -> dict[str, str]:
 
 
 def try_push_pull(report: Report, seconds: float = _TRY_SECONDS) -> None:
-    """Run a job of a scheduler, a server and a worker on loopback."""
+    """Run a job of a scheduler, a server and two workers on loopback: of one, a server has nothing to sum."""
     python = [sys.executable, "-P", "-m"]
-    command = [*python, "bpsx.launch", "--local", "--workers", "1", "--servers", "1", "--grace", "2", "--", *python, "bpsx.launch.selftest"]
+    command = [*python, "bpsx.launch", "--local", "--workers", "2", "--servers", "1", "--grace", "2", "--", *python, "bpsx.launch.selftest"]
     with subprocess.Popen(command, env=_trial_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
         try:
             out, err = job.communicate(timeout=seconds)
@@ -52,7 +54,10 @@ def _judge(report: Report, status: int, out: str, err: str) -> None:
         report.add("push_pull to itself", name.replace("_", " "), value)
     if status or not result.get("right"):
         report.add("push_pull to itself", "result", "wrong sums" if result and not result["right"] else f"failed with status {status}")
-        said = "; ".join(line for line in err.splitlines()[-8:]) or "nothing was said"
+        lines = err.splitlines()
+        # Of tracebacks the last lines, which name the error; without any, the end of what was said.
+        telling = [line for line in lines if re.search(r"\w(Error|Exception): |ERROR|^bpsx-run: ", line)] or lines[-_TOLD:]
+        said = "; ".join(dict.fromkeys(telling[:_TOLD])) or "nothing was said"
         report.problems.append(f"a push_pull on this machine failed (status {status}): {said}")
     else:
         report.add("push_pull to itself", "result", "the sums are right")
