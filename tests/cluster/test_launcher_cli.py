@@ -37,6 +37,15 @@ WORKER = {"DMLC_ROLE": "worker"}
     (["--local", "--grace", "nan", "true"], {}, "--grace"),
     (["--local", "--wrokers", "2", "true"], {}, "--wrokers"),
     (["--workers", "2", "true"], WORKER, "--local"),
+    (["--processes", "2", "true"], WORKER, "--local"),
+    (["--port", "2", "true"], WORKER, "--local"),
+    (["--env", "A=b", "true"], WORKER, "hostfile"),
+    (["--local", "--hostfile", "x", "true"], {}, "exclude"),
+    (["--hostfile", "/no/such/file", "true"], {}, "/no/such/file: No such file"),
+    (["--hostfile", "/dev/null"], {}, "COMMAND"),
+    (["--hostfile", "/dev/null", "true"], {}, "/dev/null: no worker"),
+    (["--hostfile", "/dev/null", "--env", "A", "true"], {}, "NAME=VALUE"),
+    (["--local", "--processes", "0", "true"], {}, "--processes"),
     (["--local", "true"], {"BYTEPS_PARTITION_BYTES": "big"}, "BYTEPS_PARTITION_BYTES"),
 ])
 def test_a_mistake_is_named(launcher: Launcher, arguments: list[str], environment: dict[str, str], named: str) -> None:
@@ -48,7 +57,10 @@ def test_a_mistake_is_named(launcher: Launcher, arguments: list[str], environmen
 def test_help_and_version(launcher: Launcher) -> None:
     status, out, _ = finish(launcher.start(words("--help")))
     assert status == 0
-    assert any("--local" in line for line in out)
+    text = "\n".join(out)
+    for word in ("--local", "--hostfile", "doctor", "NVIDIA_VISIBLE_DEVICES", "BYTEPS_NUMA_ON", "BYTEPS_NUMA_DEFAULT_QUOTA", "BYTEPS_NUMA_ROOT_QUOTA",
+                 "BYTEPS_VISIBLE_CPU_CORES", "BYTEPS_CPU_BLACKLIST", "BYTEPS_MULTITHREADED_CPU", "BYTEPS_ENABLE_GDB", "BPSX_SECRET", "Exit status"):
+        assert word in text
     status, out, _ = finish(launcher.start(words("--version")))
     assert status == 0
     assert out[0].startswith("bpsx ")
