@@ -179,6 +179,8 @@ OPTIONS: tuple[Option, ...] = (
            "folder.", _LOG),
     Option("port_file", "BPSX_PORT_FILE", str, "", "path",
            "The scheduler writes its port here once it listens; the launcher reads it.", _LOG),
+    Option("state_fd", "BPSX_STATE_FD", _integer(-1, 2**20), -1, "a file descriptor; -1: none",
+           "The scheduler writes there how far the job is: w (waiting), then r (running). The launcher reads it.", _LAUNCH),
     Option("visible_devices", "NVIDIA_VISIBLE_DEVICES", str, "", "all | none | void | names, comma separated",
            "bpsx-run starts one worker process per entry; with all one per GPU. Unset, empty, none or void: BYTEPS_LOCAL_SIZE processes.", _LAUNCH),
     Option("numa_on", "BYTEPS_NUMA_ON", _flag, True, _FLAG,

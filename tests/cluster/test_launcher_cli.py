@@ -150,6 +150,16 @@ def test_a_whole_job_with_a_worker_that_dies(launcher: Launcher) -> None:
     assert any(line.startswith("bpsx-run: ") and "worker 0 exited with status 3" in line for line in err)
 
 
+@pytest.mark.parametrize(("text", "status"), [("raise SystemExit(4)", 4), ("import bpsx, sys; sys.argv[1:] or bpsx.init()\nraise SystemExit(4)", 4),
+                                              ("pass", 143)])
+def test_a_job_that_can_no_longer_form_is_ended_at_once(launcher: Launcher, text: str, status: int) -> None:
+    # The grace is longer than the test may take.
+    script = "import os, sys\nif os.environ['DMLC_WORKER_ID'] == '0': sys.argv.append('leave')\n" + text
+    found, _, err = finish(launcher.start(local_words("--grace", "1000", *python(script))))
+    assert found == status
+    assert any(line.startswith("bpsx-run: ") and "was still waiting for the job to form, got SIGTERM and " in line for line in err)
+
+
 def test_each_role_by_its_own_launcher(launcher: Launcher, tmp_path: Path) -> None:
     file = tmp_path / "port"
     common = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NODE_HOST": "127.0.0.1", "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1",

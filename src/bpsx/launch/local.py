@@ -109,6 +109,8 @@ class Job:
         self._plan = plan
         self._commands = commands or {}
         self._complete = False  # whether all have been started
+        self._state_fd = -1  # from which the scheduler's state can be read
+        self._state = b""
         self._children: list[Child] = []
         self._ended: list[Child] = []
         self._ending = Ending(plan.grace, plan.kill_after)
@@ -151,18 +153,24 @@ class Job:
 
     def _start_scheduler(self, scheduler: Process) -> int:
         """Start it and return the port on which it listens."""
-        if self._plan.port:
-            self._start(scheduler)
-            return self._plan.port
         timeout = Config(scheduler.environment).rendezvous_timeout
         if scheduler.request:
             self._start(scheduler)
-            return self._await_port(lambda: self._children[0].far.port if self._children and self._children[0].far else 0, timeout)
-        with tempfile.TemporaryDirectory(prefix="bpsx-run-") as folder:  # private to the user; gone once the port is known
-            file = Path(folder, "port")
-            self._start(replace(scheduler, environment={**scheduler.environment, "BPSX_PORT_FILE": str(file)}))
-            # Renamed into place, so it is complete.
-            return self._await_port(lambda: int(file.read_text()) if file.exists() else 0, timeout)
+            return self._plan.port or self._await_port(lambda: (far := self._children[0].far) and far.port or 0, timeout)
+        self._state_fd, state = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._state_fd, False)
+        scheduler = replace(scheduler, environment={**scheduler.environment, "BPSX_STATE_FD": str(state)})
+        try:
+            if self._plan.port:
+                self._start(scheduler, state)
+                return self._plan.port
+            with tempfile.TemporaryDirectory(prefix="bpsx-run-") as folder:  # private to the user; gone once the port is known
+                file = Path(folder, "port")
+                self._start(replace(scheduler, environment={**scheduler.environment, "BPSX_PORT_FILE": str(file)}), state)
+                # Renamed into place, so it is complete.
+                return self._await_port(lambda: int(file.read_text()) if file.exists() else 0, timeout)
+        finally:
+            os.close(state)
 
     def _await_port(self, look: Callable[[], int], timeout: float) -> int:
         deadline = time.monotonic() + timeout
@@ -177,14 +185,14 @@ class Job:
                 self._step(_LOOK)
         return 0
 
-    def _start(self, process: Process) -> None:
+    def _start(self, process: Process, *kept: int) -> None:
         command = self._commands.get(process.role, process.command)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, heeded())
         try:
             started = subprocess.Popen(
                 command, env=process.environment, stdin=subprocess.PIPE if process.request else subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, start_new_session=True,
-                preexec_fn=child_setup(self._mask, process.cpus))
+                pass_fds=kept, preexec_fn=child_setup(self._mask, process.cpus))
             far = Far(process, started) if process.request else None
             self._children.append(Child(process.name, process.role, started, far))
         except OSError as error:
@@ -218,7 +226,15 @@ class Job:
         self._ended += sorted(ended, key=lambda child: child.role != "worker")
         done = self._complete and all(child.status is not None for child in self._children if child.role == "worker")
         if self._stop or done or any(child.status for child in ended):
-            self._ending.begin(now)
+            # Who waits for a job to form that can form no longer would wait in vain.
+            self._ending.begin(now, at_once=not self._stop and self._forming())
+
+    def _forming(self) -> bool:
+        """Whether the scheduler is known to be waiting for others."""
+        if self._state_fd >= 0:
+            with contextlib.suppress(BlockingIOError):
+                self._state += os.read(self._state_fd, 16)
+        return self._state == b"w"
 
     def _escalate(self, now: float) -> None:
         number = self._ending.take(now)
@@ -227,7 +243,8 @@ class Job:
         for child in self._children:
             child.send(number)
             if child.status is None and not child.overdue:
-                child.overdue = f"was still running after the grace time ({self._plan.grace:g} s), got {number.name} and "
+                waited = "waiting for the job to form" if self._forming() else f"running after the grace time ({self._plan.grace:g} s)"
+                child.overdue = f"was still {waited}, got {number.name} and "
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         """Pass a signal on at once: the loop may be in the middle of something."""
@@ -263,6 +280,8 @@ class Job:
         for child in self._children:
             child.process.wait()
         self._pump.close()
+        if self._state_fd >= 0:
+            os.close(self._state_fd)
 
     def _status(self) -> int:
         if self._trouble:
