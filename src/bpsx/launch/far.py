@@ -33,7 +33,7 @@ def request(marker: bytes, **what: Any) -> bytes:
 
 
 class Far:
-    """What we know of the far end of ``process``, whose ssh has been ``started``. Raises OSError if the request does not go out."""
+    """What we know of the far end of ``process``, whose ssh has been ``started``."""
 
     def __init__(self, process: Process, started: subprocess.Popen[bytes]) -> None:
         assert started.stdin
@@ -42,13 +42,17 @@ class Far:
         self.port = 0
         self.told = False
         self.killed = False
+        self._process = process
         self._control = started.stdin
+
+    def begin(self) -> None:
+        """Send the request. Raises OSError if it is too large."""
         with contextlib.suppress(OSError):
             fcntl.fcntl(self._control, fcntl.F_SETPIPE_SZ, _PIPE)
         os.set_blocking(self._control.fileno(), False)
         with contextlib.suppress(BrokenPipeError):  # has ended already, which its status will tell
-            if os.write(self._control.fileno(), process.request) != len(process.request):
-                raise OSError(f"the environment for {process.name} has more than {_PIPE} bytes")
+            if os.write(self._control.fileno(), self._process.request) != len(self._process.request):
+                raise OSError(f"the environment for {self._process.name} has more than {_PIPE} bytes")
 
     def heard(self, message: bytes) -> None:
         """Take in a message from there."""

@@ -195,6 +195,8 @@ class Job:
                 pass_fds=kept, preexec_fn=child_setup(self._mask, process.cpus))
             far = Far(process, started) if process.request else None
             self._children.append(Child(process.name, process.role, started, far))
+            if far:
+                far.begin()
         except OSError as error:
             return self._give_up(*cannot_run(command, error))
         finally:
