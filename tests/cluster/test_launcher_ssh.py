@@ -98,11 +98,12 @@ def test_a_far_folder_that_is_not_there(launcher: Launcher, server: Sshd) -> Non
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_the_far_end(launcher: Launcher, server: Sshd, number: signal.Signals) -> None:
-    job = start(launcher, server, "HOST server\nHOST\nHOST", PY, "-c", INIT + TELL + FOR_EVER)
+    once = TELL.replace("os._exit(5)", "end()") + "def end(): import time; time.sleep(0.3); os._exit(5)\n"     # a second one would be told, too
+    job = start(launcher, server, "HOST server\nHOST\nHOST", "--grace", "80", PY, "-c", INIT + once + FOR_EVER)
     wait_for(job, "[worker 0 127.0.0.1] ready", "[worker 1 127.0.0.1] ready")
     job.send_signal(number)
     status, out, err = finish(job)
-    assert status == 5
+    assert status == 5, err
     assert out == [f"[worker {i} 127.0.0.1] got {number}" for i in (0, 1)]
     assert any(f"told to stop by {number.name}; " in line for line in err)
 

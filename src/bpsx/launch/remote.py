@@ -88,7 +88,9 @@ class Runner:
             self._read(descriptor)
         self._child.look()
         number = self._ending.take(time.monotonic())
-        if number is not None:
+        if number == signal.SIGTERM:
+            self._pass_on(number)
+        elif number is not None:
             self._child.send(number)
         if file and file.exists():
             self._say(f"port {int(file.read_text())}")
@@ -102,15 +104,20 @@ class Runner:
                 return
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
-                if line.isdigit() and self._child:
-                    self._child.send(int(line))
+                if line.isdigit():
+                    self._pass_on(int(line))
             if not data:
                 self._input_open = False
                 self._ending.begin(time.monotonic(), at_once=True)
 
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
+    def _pass_on(self, number: int) -> None:
+        """To the process alone: it is a bpsx-run, which passes signals on itself. Twice would abort its command's cleaning up."""
         if self._child:
-            self._child.send(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._child.process.pid, number)  # not reaped yet, so it is the one
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self._pass_on(number)
 
 
 def main() -> int:
