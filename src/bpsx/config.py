@@ -76,6 +76,30 @@ def _port(text: str) -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
+def cpu_list(text: str) -> frozenset[int]:
+    """Logical CPUs from text as the kernel writes it: ``0-3,8``. Raises :class:`ValueError`."""
+    found: set[int] = set()
+    for part in text.split(","):
+        low, dash, high = part.strip().partition("-")
+        first, last = int(low), int(high) if dash else int(low)
+        if not 0 <= first <= last < 65536:
+            raise ValueError
+        found.update(range(first, last + 1))
+    return frozenset(found)
+
+
+def _cpu_lists(text: str) -> str:
+    for part in text.split(":") if text else ():
+        cpu_list(part)
+    return text
+
+
+def _blacklist(text: str) -> str:
+    if text != "-1":
+        cpu_list(text)
+    return text
+
+
 _ROLES = ("worker", "server", "scheduler")
 _HASHES = ("balanced", "naive", "built_in", "djb2", "sdbm")
 _LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
@@ -96,6 +120,7 @@ def _default_lanes() -> int:
 
 
 _JOB, _TUNE, _FAIL, _LOG, _SEE = "Job", "Tuning", "Failure", "Logging and files", "Seeing"
+_LAUNCH = "Launcher"
 
 OPTIONS: tuple[Option, ...] = (
     Option("role", "DMLC_ROLE", _choice(*_ROLES), None, " | ".join(_ROLES), "What this process is.", _JOB),
@@ -118,6 +143,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("asynchronous", "BYTEPS_ENABLE_ASYNC", _flag, False, _FLAG,
            "Asynchronous training: servers hold values and add what is pushed, no worker waits for another. The same on all workers and "
            "servers. See docs/async.md.", _JOB),
+    Option("secret", "BPSX_SECRET", str, "", "text", "The job's shared secret.", _JOB),
     Option("node_host", "DMLC_NODE_HOST", str, "", "address", "Own address to listen on and advertise. Default: the one from which the "
            "scheduler is reached.", _JOB),
     Option("interface", "DMLC_INTERFACE", str, "", "interface name", "Take the own address from this interface; DMLC_NODE_HOST wins.", _JOB),
@@ -189,6 +215,24 @@ OPTIONS: tuple[Option, ...] = (
            "folder.", _LOG),
     Option("port_file", "BPSX_PORT_FILE", str, "", "path",
            "The scheduler writes its port here once it listens; the launcher reads it.", _LOG),
+    Option("state_fd", "BPSX_STATE_FD", _integer(-1, 2**20), -1, "a file descriptor; -1: none",
+           "The scheduler writes there how far the job is: w (waiting), then r (running). The launcher reads it.", _LAUNCH),
+    Option("visible_devices", "NVIDIA_VISIBLE_DEVICES", str, "", "all | none | void | names, comma separated",
+           "bpsx-run starts one worker process per entry; with all one per GPU. Unset, empty, none or void: BYTEPS_LOCAL_SIZE processes.", _LAUNCH),
+    Option("numa_on", "BYTEPS_NUMA_ON", _flag, True, _FLAG,
+           "bpsx-run binds the worker processes of a machine to cores when there are several, or when one of the next four options is set.", _LAUNCH),
+    Option("numa_default_quota", "BYTEPS_NUMA_DEFAULT_QUOTA", _integer(0, 65535), 0, "0..65535; 0: cores / processes",
+           "Physical cores of each worker process but the root.", _LAUNCH),
+    Option("numa_root_quota", "BYTEPS_NUMA_ROOT_QUOTA", _integer(0, 65535), 0, "0..65535; 0: what is left",
+           "Physical cores of the root, the process with the largest local rank.", _LAUNCH),
+    Option("visible_cpu_cores", "BYTEPS_VISIBLE_CPU_CORES", _cpu_lists, "", "lists of logical CPUs as 0-3,8, with a colon between local ranks",
+           "Exactly the CPUs of each worker process; quotas and blacklist do not count then.", _LAUNCH),
+    Option("cpu_blacklist", "BYTEPS_CPU_BLACKLIST", _blacklist, "-1", "logical CPUs as 0-3,8; -1: none",
+           "CPUs that no worker process is bound to.", _LAUNCH),
+    Option("multithreaded_cpu", "BYTEPS_MULTITHREADED_CPU", _flag, True, _FLAG,
+           "A process gets all hardware threads of its cores; 0: the first of each.", _LAUNCH),
+    Option("enable_gdb", "BYTEPS_ENABLE_GDB", _flag, False, _FLAG,
+           "bpsx-run runs workers and servers under gdb, which prints all threads' backtraces after a crash.", _LAUNCH),
 )
 
 #: Upstream's variables that mean something to BytePS and nothing to this version: set, they get a warning instead of silence.
@@ -199,9 +243,8 @@ NOT_USED = frozenset((
     "BYTEPS_PCIE_SWITCH_SIZE", "BYTEPS_REDUCE_ROOTS", "BYTEPS_ENABLE_IPC", "BYTEPS_ADDRESS_POOL_SIZE", "BYTEPS_IPC_COPY_NUM_THREADS",
     "BYTEPS_IPC_ENABLE_ASYNC_COPY", "BYTEPS_PRINT_RDMA_LOG", "BYTEPS_RDMA_MAX_CONCURR_WR", "BYTEPS_RDMA_RX_DEPTH",
     "BYTEPS_RDMA_START_DEPTH", "BYTEPS_UCX_ERRH_ENABLE", "BYTEPS_UCX_FORCE_REQ_ORDER", "BYTEPS_UCX_QUEUE_SENDS",
-    "BYTEPS_UCX_RECONNECT_TMO", "BYTEPS_UCX_SHORT_THRESH", "BYTEPS_ZMQ_MAX_SOCKET", "BYTEPS_ENABLE_GDB",
-    "BYTEPS_CPU_BLACKLIST", "BYTEPS_MULTITHREADED_CPU", "BYTEPS_NUMA_DEFAULT_QUOTA", "BYTEPS_NUMA_ON", "BYTEPS_NUMA_ROOT_QUOTA",
-    "BYTEPS_VISIBLE_CPU_CORES", "DMLC_ENABLE_UCX", "DMLC_LOCAL", "DMLC_GROUP_SIZE", "DMLC_RANK", "DMLC_NUM_CPU_DEV", "DMLC_NUM_GPU_DEV",
+    "BYTEPS_UCX_RECONNECT_TMO", "BYTEPS_UCX_SHORT_THRESH", "BYTEPS_ZMQ_MAX_SOCKET",
+    "DMLC_ENABLE_UCX", "DMLC_LOCAL", "DMLC_GROUP_SIZE", "DMLC_RANK", "DMLC_NUM_CPU_DEV", "DMLC_NUM_GPU_DEV",
     "DMLC_NUM_PORTS", "DMLC_PORT", "DMLC_USE_KUBERNETES", "DMLC_LOCKLESS_QUEUE", "DMLC_POLLING_IN_NANOSECOND", "PS_DROP_MSG", "PS_RESEND",
     "PS_RESEND_TIMEOUT",
 ))
@@ -347,6 +390,11 @@ def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:
         raise ConfigError(f"BYTEPS_SOCKET_PATH: {folder} must be a folder of user {os.getuid()}'s with mode 0700; "
                           f"it belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):04o}")
     return folder
+
+
+def is_set(name: str) -> bool:
+    """Whether environment variable ``name`` is there and not empty."""
+    return bool(os.environ.get(name, "").strip())
 
 
 def child_environment(**changes: str) -> dict[str, str]:

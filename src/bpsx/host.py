@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import time
 
 from bpsx import errors
 from bpsx.config import Config
-from bpsx.transports.address import interface_address, own_address_towards, resolve
+from bpsx.transports.address import interface_address, is_ipv6, is_loopback, own_address_towards, resolve
 
+log = logging.getLogger("bpsx.host")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -28,10 +30,13 @@ def scheduler_address(config: Config) -> str:
 def own_host(config: Config) -> str:
     """The address to listen on and to be known by: named, or of the named interface, or the one that faces the scheduler."""
     if config.node_host:
+        if config.root_uri and is_loopback(config.node_host) and not is_loopback(config.root_uri):
+            log.warning("DMLC_NODE_HOST=%s is loopback, but the scheduler %s is not: other machines cannot reach this one",
+                        config.node_host, config.root_uri)
         return str(config.node_host)
     try:
         if config.interface:
-            return interface_address(config.interface)
+            return interface_address(config.interface, bool(config.root_uri) and is_ipv6(scheduler_address(config)))
         return own_address_towards(scheduler_address(config), config.root_port)
     except OSError as e:
         raise errors.ConfigError(f"cannot tell the own address (DMLC_INTERFACE={config.interface!r}, scheduler {config.root_uri}): {e}; "

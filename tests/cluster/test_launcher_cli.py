@@ -37,6 +37,15 @@ WORKER = {"DMLC_ROLE": "worker"}
     (["--local", "--grace", "nan", "true"], {}, "--grace"),
     (["--local", "--wrokers", "2", "true"], {}, "--wrokers"),
     (["--workers", "2", "true"], WORKER, "--local"),
+    (["--processes", "2", "true"], WORKER, "--local"),
+    (["--port", "2", "true"], WORKER, "--local"),
+    (["--env", "A=b", "true"], WORKER, "hostfile"),
+    (["--local", "--hostfile", "x", "true"], {}, "exclude"),
+    (["--hostfile", "/no/such/file", "true"], {}, "/no/such/file: No such file"),
+    (["--hostfile", "/dev/null"], {}, "COMMAND"),
+    (["--hostfile", "/dev/null", "true"], {}, "/dev/null: no worker"),
+    (["--hostfile", "/dev/null", "--env", "A", "true"], {}, "NAME=VALUE"),
+    (["--local", "--processes", "0", "true"], {}, "--processes"),
     (["--local", "true"], {"BYTEPS_PARTITION_BYTES": "big"}, "BYTEPS_PARTITION_BYTES"),
 ])
 def test_a_mistake_is_named(launcher: Launcher, arguments: list[str], environment: dict[str, str], named: str) -> None:
@@ -48,7 +57,10 @@ def test_a_mistake_is_named(launcher: Launcher, arguments: list[str], environmen
 def test_help_and_version(launcher: Launcher) -> None:
     status, out, _ = finish(launcher.start(words("--help")))
     assert status == 0
-    assert any("--local" in line for line in out)
+    text = "\n".join(out)
+    for word in ("--local", "--hostfile", "doctor", "NVIDIA_VISIBLE_DEVICES", "BYTEPS_NUMA_ON", "BYTEPS_NUMA_DEFAULT_QUOTA", "BYTEPS_NUMA_ROOT_QUOTA",
+                 "BYTEPS_VISIBLE_CPU_CORES", "BYTEPS_CPU_BLACKLIST", "BYTEPS_MULTITHREADED_CPU", "BYTEPS_ENABLE_GDB", "BPSX_SECRET", "Exit status"):
+        assert word in text
     status, out, _ = finish(launcher.start(words("--version")))
     assert status == 0
     assert out[0].startswith("bpsx ")
@@ -136,6 +148,16 @@ def test_a_whole_job_with_a_worker_that_dies(launcher: Launcher) -> None:
     status, _, err = finish(job)
     assert status == 3
     assert any(line.startswith("bpsx-run: ") and "worker 0 exited with status 3" in line for line in err)
+
+
+@pytest.mark.parametrize(("text", "status"), [("raise SystemExit(4)", 4), ("import bpsx, sys; sys.argv[1:] or bpsx.init()\nraise SystemExit(4)", 4),
+                                              ("pass", 143)])
+def test_a_job_that_can_no_longer_form_is_ended_at_once(launcher: Launcher, text: str, status: int) -> None:
+    # The grace is longer than the test may take.
+    script = "import os, sys\nif os.environ['DMLC_WORKER_ID'] == '0': sys.argv.append('leave')\n" + text
+    found, _, err = finish(launcher.start(local_words("--grace", "1000", *python(script))))
+    assert found == status
+    assert any(line.startswith("bpsx-run: ") and "was still waiting for the job to form, got SIGTERM and " in line for line in err)
 
 
 def test_each_role_by_its_own_launcher(launcher: Launcher, tmp_path: Path) -> None:

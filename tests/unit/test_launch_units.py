@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bpsx.errors import ConfigError
-from bpsx.launch.__main__ import split
 from bpsx.launch.local import Ending
+from bpsx.launch.options import split
 from bpsx.launch.output import Prefixer, Sink, is_live, label
 from bpsx.launch.roles import Plan
 

@@ -1,4 +1,4 @@
-"""A whole job on this machine: scheduler, servers and workers as children, until all of them have ended.
+"""Processes as children, until all of them have ended: a whole job on this machine, its workers only, or an ssh for each process elsewhere.
 
 One thread waits for everything at once (output, ended children, signals, deadlines). Children lead sessions of their own, so
 that a signal reaches what they started, too, and the terminal's Ctrl-C comes from here only. An ended child is not reaped before the
@@ -16,15 +16,16 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
 from bpsx.config import Config, child_environment
 from bpsx.errors import ConfigError
 from bpsx.launch import record
+from bpsx.launch.far import Far
 from bpsx.launch.output import Pump
-from bpsx.launch.roles import MODULES, Plan, cannot_run, child_setup, heeded, module_command
+from bpsx.launch.roles import Process, Processes, cannot_run, child_setup, heeded
 
 #: How often the scheduler's port file is looked for. It is there before one could notice, and watching a folder is not portable.
 _LOOK = 0.01
@@ -33,12 +34,13 @@ _LINGER = 2.0
 
 
 @dataclass(eq=False)
-class _Child:
+class Child:
     """A started process. ``status`` is None while it runs, then its exit status or 128 + the signal that killed it."""
 
     name: str
     role: str
     process: subprocess.Popen[bytes]
+    far: Far | None = None
     status: int | None = None
     killed: bool = False
     overdue: str = ""
@@ -52,18 +54,27 @@ class _Child:
             return False
         self.killed = found.si_code != os.CLD_EXITED
         self.status = found.si_status + (128 if self.killed else 0)
+        if self.far:
+            self.far.close()
         return True
 
     def send(self, number: int) -> None:
         """Signal it and what it started, which may have outlived it."""
+        if self.far and number != signal.SIGKILL:
+            return self.far.send(number)
         if self.process.returncode is None:  # not reaped
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, number)
+        return None
 
     def story(self) -> str:
         """How it ended."""
         assert self.status is not None
-        how = f"was killed by {_name(self.status - 128)}" if self.killed else f"exited with status {self.status}"
+        if self.far and not self.far.told:
+            return f"{self.name} {self.overdue}{self.far.story(self.status)}"
+        if self.far:
+            self.killed = self.far.killed
+        how = f"was killed by {signal_name(self.status - 128)}" if self.killed else f"exited with status {self.status}"
         return f"{self.name} {self.overdue}{how}"
 
 
@@ -94,14 +105,16 @@ class Ending:
 
 
 class Job:
-    """Runs a :class:`Plan`, once. ``commands`` replaces the commands of scheduler and server. For the main thread."""
+    """Runs what a plan names, once. ``commands`` replaces the commands of roles. For the main thread."""
 
-    def __init__(self, plan: Plan, commands: Mapping[str, Sequence[str]] | None = None) -> None:
+    def __init__(self, plan: Processes, commands: Mapping[str, Sequence[str]] | None = None) -> None:
         self._plan = plan
-        own = commands or {role: module_command(role) for role in MODULES}
-        self._commands: dict[str, Sequence[str]] = {**own, "worker": plan.command}
-        self._children: list[_Child] = []
-        self._ended: list[_Child] = []
+        self._commands = commands or {}
+        self._complete = False  # whether all have been started
+        self._state_fd = -1  # from which the scheduler's state can be read
+        self._state = b""
+        self._children: list[Child] = []
+        self._ended: list[Child] = []
         self._ending = Ending(plan.grace, plan.kill_after)
         self._stop: list[int] = []  # signals that told us to stop
         self._record: Path | None = None
@@ -111,8 +124,8 @@ class Job:
         """Run the job to its end. Returns the largest exit status of who ended by itself; raises ConfigError before anything is started."""
         self._plan.check()
         self._asynchronous = Config().asynchronous
-        self._setup = child_setup(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-        with _signals(self._on_signal) as wake:
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        with signals(self._on_signal) as wake:
             self._pump = Pump(wake, child_environment())
             try:
                 self._start_all()
@@ -133,18 +146,20 @@ class Job:
             code = errno.EACCES if "/" in name and os.path.exists(name) else errno.ENOENT
             return self._give_up(*cannot_run(self._plan.command, OSError(code, os.strerror(code))))
         port = self._plan.port
-        if self._plan.servers:
-            port = self._start_scheduler()
-            self._make_record(port)
-        started = [("server", i) for i in range(self._plan.servers)] + [("worker", i) for i in range(self._plan.workers)]
-        for role, index in started:
-            if not (self._stop or self._trouble):
-                self._start(f"{role} {index}", role, self._plan.environment(role, index, port))
+        if scheduler := self._plan.scheduler():
+            port = self._start_scheduler(scheduler)
+            self._make_record(scheduler.environment, port)
+        if self._stop or self._trouble:
+            return None
+        for process in self._plan.others(port):
+            if self._stop or self._trouble:
+                return None
+            self._start(process)
+        self._complete = not self._trouble
         return None
 
-    def _make_record(self, port: int) -> None:
+    def _make_record(self, environment: Mapping[str, str], port: int) -> None:
         """Let bpsx-run top find the job. It runs without, too."""
-        environment = self._plan.environment("worker", 0, port)
         if self._stop or self._trouble:
             return
         try:
@@ -152,22 +167,32 @@ class Job:
         except (OSError, ConfigError) as error:
             self._pump.say(f"bpsx-run top will not find this job: {error}")
 
-    def _start_scheduler(self) -> int:
+    def _start_scheduler(self, scheduler: Process) -> int:
         """Start it and return the port on which it listens."""
-        environment = self._plan.environment("scheduler", 0, self._plan.port)
-        if self._plan.port:
-            self._start("scheduler", "scheduler", environment)
-            return self._plan.port
-        with tempfile.TemporaryDirectory(prefix="bpsx-run-") as folder:  # private to the user; gone once the port is known
-            file = Path(folder, "port")
-            self._start("scheduler", "scheduler", {**environment, "BPSX_PORT_FILE": str(file)})
-            return self._await_port(file, Config(environment).rendezvous_timeout)
+        timeout = Config(scheduler.environment).rendezvous_timeout
+        if scheduler.request:
+            self._start(scheduler)
+            return self._plan.port or self._await_port(lambda: (far := self._children[0].far) and far.port or 0, timeout)
+        self._state_fd, state = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._state_fd, False)
+        scheduler = replace(scheduler, environment={**scheduler.environment, "BPSX_STATE_FD": str(state)})
+        try:
+            if self._plan.port:
+                self._start(scheduler, state)
+                return self._plan.port
+            with tempfile.TemporaryDirectory(prefix="bpsx-run-") as folder:  # private to the user; gone once the port is known
+                file = Path(folder, "port")
+                self._start(replace(scheduler, environment={**scheduler.environment, "BPSX_PORT_FILE": str(file)}), state)
+                # Renamed into place, so it is complete.
+                return self._await_port(lambda: int(file.read_text()) if file.exists() else 0, timeout)
+        finally:
+            os.close(state)
 
-    def _await_port(self, file: Path, timeout: float) -> int:
+    def _await_port(self, look: Callable[[], int], timeout: float) -> int:
         deadline = time.monotonic() + timeout
         while not (self._stop or self._trouble):
-            if file.exists():  # renamed into place, so it is complete
-                return int(file.read_text())
+            if port := look():
+                return port
             if self._ended:
                 self._give_up(f"{self._ended[0].story()} before it listened", self._ended[0].status or 1)
             elif time.monotonic() >= deadline:
@@ -176,21 +201,25 @@ class Job:
                 self._step(_LOOK)
         return 0
 
-    def _start(self, name: str, role: str, environment: dict[str, str]) -> None:
-        command = self._commands[role]
+    def _start(self, process: Process, *kept: int) -> None:
+        command = self._commands.get(process.role, process.command)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, heeded())
         try:
-            process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
-                start_new_session=True, preexec_fn=self._setup)
-            self._children.append(_Child(name, role, process))
+            started = subprocess.Popen(
+                command, env=process.environment, stdin=subprocess.PIPE if process.request else subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, start_new_session=True,
+                pass_fds=kept, preexec_fn=child_setup(self._mask, process.cpus))
+            far = Far(process, started) if process.request else None
+            self._children.append(Child(process.name, process.role, started, far))
+            if far:
+                far.begin()
         except OSError as error:
             return self._give_up(*cannot_run(command, error))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        assert process.stdout and process.stderr
-        for target, pipe in ((1, process.stdout), (2, process.stderr)):
-            self._pump.add(os.dup(pipe.fileno()), target, name, role)
+        assert started.stdout and started.stderr
+        for target, pipe in ((1, started.stdout), (2, started.stderr)):
+            self._pump.add(os.dup(pipe.fileno()), target, process.name, process.role, (process.marker, far.heard) if far and target == 1 else None)
             pipe.close()
         return None
 
@@ -206,17 +235,27 @@ class Job:
 
     def _look(self, now: float) -> None:
         ended = [child for child in self._children if child.look()]
+        if any(child.far for child in ended):
+            self._pump.step(0)  # what it said before it ended
+        for child in ended:
+            if child.far and not child.far.up and not self._stop and not self._ending.due:
+                self._give_up(child.story(), child.status or 1)  # without one of its hosts no job can form
         # Whoever ended in the same instant: a worker is more likely the cause.
         self._ended += sorted(ended, key=lambda child: child.role != "worker")
-        done = self._complete() and all(child.status is not None for child in self._children if child.role == "worker")
+        done = self._complete and all(child.status is not None for child in self._children if child.role == "worker")
         # In an asynchronous job the others go on without a worker.
         fatal = any(child.status and not (self._asynchronous and child.role == "worker") for child in ended)
-        if self._stop or done or fatal:
-            self._ending.begin(now)
+        forming = not self._stop and any(child.status for child in ended) and self._forming()
+        if self._stop or done or fatal or forming:
+            # Who waits for a job to form that can form no longer would wait in vain.
+            self._ending.begin(now, at_once=forming)
 
-    def _complete(self) -> bool:
-        """Whether all workers have been started."""
-        return sum(child.role == "worker" for child in self._children) == self._plan.workers
+    def _forming(self) -> bool:
+        """Whether the scheduler is known to be waiting for others."""
+        if self._state_fd >= 0:
+            with contextlib.suppress(BlockingIOError):
+                self._state += os.read(self._state_fd, 16)
+        return self._state == b"w"
 
     def _escalate(self, now: float) -> None:
         number = self._ending.take(now)
@@ -225,7 +264,8 @@ class Job:
         for child in self._children:
             child.send(number)
             if child.status is None and not child.overdue:
-                child.overdue = f"was still running after the grace time ({self._plan.grace:g} s), got {number.name} and "
+                waited = "waiting for the job to form" if self._forming() else f"running after the grace time ({self._plan.grace:g} s)"
+                child.overdue = f"was still {waited}, got {number.name} and "
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         """Pass a signal on at once: the loop may be in the middle of something."""
@@ -261,13 +301,15 @@ class Job:
         for child in self._children:
             child.process.wait()
         self._pump.close()
+        if self._state_fd >= 0:
+            os.close(self._state_fd)
 
     def _status(self) -> int:
         if self._trouble:
             return self._trouble[1]
         worst = max((child.status or 0 for child in self._children), default=0)
         if self._stop:
-            return worst if self._complete() and self._pump.written else max(worst, 128 + self._stop[0])
+            return worst if self._complete and self._pump.written else max(worst, 128 + self._stop[0])
         # What we ended ourselves says nothing about the cause, unless there is no other.
         own = max((child.status or 0 for child in self._children if not child.overdue), default=0)
         return own or worst or int(any(child.overdue for child in self._children))
@@ -278,13 +320,13 @@ class Job:
             return self._trouble[0]
         parts = [child.story() for child in self._ended if child.status or child.overdue]
         if self._stop:
-            parts.insert(0, f"told to stop by {_name(self._stop[0])}")
+            parts.insert(0, f"told to stop by {signal_name(self._stop[0])}")
         elif all(child.overdue and child.role != "worker" for child in self._children if child.status or child.overdue):
             parts.append("all workers had ended well: does the command call bpsx.init()?")
         return "; ".join(parts)
 
 
-def _name(number: int) -> str:
+def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:  # most real-time signals have none
@@ -292,7 +334,7 @@ def _name(number: int) -> str:
 
 
 @contextlib.contextmanager
-def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[int]:
+def signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[int]:
     """Have ``handler`` called for the signals that end a job. Yields a descriptor to wait on: readable after these and after SIGCHLD."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

@@ -111,7 +111,7 @@ def _trace_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def trace_main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """``bpsx-run trace``. Returns the exit status; raises :class:`~bpsx.errors.BpsxError`."""
     parser = _trace_parser()
     options = parser.parse_args(arguments)

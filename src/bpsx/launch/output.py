@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 _COLOURS = {"worker": 36, "server": 35, "scheduler": 33}
 #: A pipe that polls as writable takes this much without blocking (PIPE_BUF). O_NONBLOCK would change our caller's descriptor, too.
@@ -56,6 +56,38 @@ class Prefixer:
         """The unfinished last line, finished."""
         rest, self._rest = self._rest, b""
         return self._label + rest + b"\n" if rest else b""
+
+
+class Announcer(Prefixer):
+    """A prefixer that takes messages out: from ``marker`` to the end of that line, wherever it stands. ``heard`` is called with each."""
+
+    def __init__(self, label: bytes, live: bool, marker: bytes, heard: Callable[[bytes], None]) -> None:
+        super().__init__(label, live)
+        self._marker = marker
+        self._heard = heard
+        self._held = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """See :class:`Prefixer`."""
+        data, self._held = self._held + data, b""
+        out = []
+        while (at := data.find(self._marker)) >= 0:
+            out.append(super().feed(data[:at]))
+            message, end, rest = data[at + len(self._marker):].partition(b"\n")
+            if not end:
+                self._held = data[at:]
+                return b"".join(out)
+            self._heard(message)
+            data = rest
+        # The marker may be cut in two.
+        kept = next((n for n in range(len(self._marker) - 1, 0, -1) if data.endswith(self._marker[:n])), 0)
+        self._held = data[len(data) - kept:]
+        return b"".join([*out, super().feed(data[:len(data) - kept])])
+
+    def finish(self) -> bytes:
+        """See :class:`Prefixer`."""
+        held, self._held = self._held, b""
+        return super().feed(held) + super().finish()
 
 
 def _lines(data: bytes) -> list[bytes]:
@@ -141,11 +173,15 @@ class Pump:
         # One sink if both are the same terminal or file, or pieces of lines would mix.
         self._sinks = {1: out, 2: out if os.path.sameopenfile(1, 2) else Sink(2)}
 
-    def add(self, descriptor: int, target: int, name: str, role: str) -> None:
-        """Send what comes from ``descriptor`` to our output ``target`` (1 or 2) under the child's ``name``. Takes the descriptor over."""
+    def add(self, descriptor: int, target: int, name: str, role: str, messages: tuple[bytes, Callable[[bytes], None]] | None = None) -> None:
+        """Send what comes from ``descriptor`` to our output ``target`` (1 or 2) under the child's ``name``. Takes the descriptor over.
+
+        ``messages``: marker and receiver of an :class:`Announcer`.
+        """
         live = is_live(target, self._environment)
         mark = label(name, role, live and not self._environment.get("NO_COLOR"))
-        self.sources.append(Source(descriptor, Prefixer(mark, live), self._sinks[target]))
+        prefixer = Announcer(mark, live, *messages) if messages else Prefixer(mark, live)
+        self.sources.append(Source(descriptor, prefixer, self._sinks[target]))
 
     def say(self, line: str) -> None:
         """Queue a line of our own for standard error."""

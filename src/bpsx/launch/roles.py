@@ -1,21 +1,19 @@
-"""What a process of each role needs: command, environment, care. And running the one role that the environment names.
-
-A worker's command is a child, not an ``exec`` in our place: the launcher of a machine with several workers needs the same.
-"""
+"""What a process of each role needs: command, environment, CPUs, care; and the plan of ``--local``."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
+import secrets
+import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
-from bpsx.config import Config, child_environment
+from bpsx.config import Config, child_environment, is_set
 from bpsx.errors import ConfigError
 
 #: Roles that are modules of ours: each has a ``__main__`` with ``main() -> int``.
@@ -23,14 +21,60 @@ MODULES = {"scheduler": "bpsx.rendezvous", "server": "bpsx.server"}
 #: Signals that end a job and are passed on.
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-_HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1
-_SI_KERNEL = 0x80  # how the terminal's Ctrl-C says that it is not kill()
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process to start. ``cpus``: those it may run on, empty for ours. With ``request`` it is an ssh whose other end,
+    :mod:`bpsx.launch.remote`, gets the request as its first line of input; ``host`` names that end, ``marker`` begins what it says."""
+
+    name: str
+    role: str
+    command: tuple[str, ...]
+    environment: dict[str, str] = field(repr=False)
+    cpus: frozenset[int] = frozenset()
+    request: bytes = field(default=b"", repr=False)
+    host: str = ""
+    marker: bytes = b""
+
+
+class Processes(Protocol):
+    """What :class:`~bpsx.launch.local.Job` runs. Times in seconds."""
+
+    @property
+    def command(self) -> Sequence[str]:
+        """What has to be there before anything is started."""
+
+    @property
+    def port(self) -> int:
+        """The scheduler's port; 0: it takes a free one."""
+
+    @property
+    def grace(self) -> float:
+        """How long the others may take to end by themselves."""
+
+    @property
+    def kill_after(self) -> float:
+        """How long after SIGTERM SIGKILL comes."""
+
+    def check(self) -> None:
+        """Raise ConfigError for what cannot work, before anything is started."""
+
+    def scheduler(self) -> Process | None:
+        """The scheduler, unless there is none."""
+
+    def others(self, port: int) -> list[Process]:
+        """All others, workers last, with the scheduler at ``port``."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run. Times in seconds. ``port`` 0: the scheduler takes a free one. Raises ConfigError if it cannot be a job."""
+    """A whole job on this machine, with ``processes`` workers on each of ``workers`` imitated machines. Times in seconds.
+
+    ``port`` 0: the scheduler takes a free one. Raises ConfigError if it cannot be a job.
+    """
 
     command: tuple[str, ...]
     workers: int = 2
@@ -38,32 +82,72 @@ class Plan:
     port: int = 0
     grace: float = 10.0
     kill_after: float = 5.0
+    processes: int = 1
+    secret: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
 
     def __post_init__(self) -> None:
         if self.servers < 1 < self.workers:
             raise ConfigError(f"--servers 0: {self.workers} workers need at least one server; allowed with --workers 1")
 
-    def environment(self, role: str, index: int, port: int) -> dict[str, str]:
+    def environment(self, role: str, index: int, port: int, local_rank: int = 0) -> dict[str, str]:
         """The environment of the ``index``-th process of ``role``, with the scheduler at ``port``."""
         changes = {
-            "DMLC_ROLE": role, "DMLC_PS_ROOT_URI": _HOST, "DMLC_PS_ROOT_PORT": str(port), "DMLC_NODE_HOST": _HOST,
+            "DMLC_ROLE": role, "DMLC_PS_ROOT_URI": LOOPBACK, "DMLC_PS_ROOT_PORT": str(port), "DMLC_NODE_HOST": LOOPBACK,
             "DMLC_NUM_WORKER": str(self.workers), "DMLC_NUM_SERVER": str(self.servers),
-            "BYTEPS_LOCAL_RANK": "0", "BYTEPS_LOCAL_SIZE": "1",
+            "BYTEPS_LOCAL_RANK": str(local_rank), "BYTEPS_LOCAL_SIZE": str(self.processes),
             # Who asks for one worker and a server means to use it.
             "BYTEPS_FORCE_DISTRIBUTED": "1" if self.servers else "0",
+            **secret_unless_given(self.secret),
         }
         if role == "worker":
             changes["DMLC_WORKER_ID"] = str(index)
-        environment = child_environment(**changes)
-        if role == "worker":    # they share a file system and all have the local rank 0
-            environment["BYTEPS_TRACE_DIR"] = os.path.join(environment.get("BYTEPS_TRACE_DIR") or "traces", f"worker-{index}")
-        environment.setdefault("PYTHONUNBUFFERED", "1")  # into a pipe, Python would print when it is done
-        return environment
+            # The imitated machines share a file system, and on each local ranks begin at 0.
+            changes["BYTEPS_TRACE_DIR"] = os.path.join(Config().trace_dir or "traces", f"worker-{index}")
+        return child_environment(**changes, **unbuffered())
 
     def check(self) -> None:
         """Raise ConfigError for a malformed variable now, and once, instead of in each child."""
         for role in ("scheduler", "server", "worker") if self.servers else ("worker",):
-            Config(self.environment(role, 0, self.port)).check()
+            verify(self.environment(role, 0, self.port))
+        debugged(self.command, Config())
+
+    def scheduler(self) -> Process | None:
+        """See :class:`Processes`. Several processes need one to find each other, servers or not."""
+        if not self.servers and self.processes == 1:
+            return None
+        return Process("scheduler", "scheduler", tuple(module_command("scheduler")), self.environment("scheduler", 0, self.port))
+
+    def others(self, port: int) -> list[Process]:
+        """See :class:`Processes`."""
+        config = Config()
+        server, worker = debugged(module_command("server"), config), debugged(self.command, config)
+        return [Process(f"server {i}", "server", server, self.environment("server", i, port)) for i in range(self.servers)] + [
+            Process(f"worker {i}.{k}" if self.processes > 1 else f"worker {i}", "worker", worker, self.environment("worker", i, port, k))
+            for i in range(self.workers) for k in range(self.processes)]
+
+
+def secret_unless_given(secret: str) -> dict[str, str]:
+    """The variable for a secret of a job that we start, unless the user has chosen one."""
+    return {} if is_set("BPSX_SECRET") or is_set("BPSX_SECRET_FILE") else {"BPSX_SECRET": secret}
+
+
+def unbuffered() -> dict[str, str]:
+    """Into a pipe, Python would print when it is done."""
+    return {} if is_set("PYTHONUNBUFFERED") else {"PYTHONUNBUFFERED": "1"}
+
+
+def verify(environment: dict[str, str]) -> None:
+    """Raise ConfigError for what is malformed or missing in a process's environment."""
+    Config(environment).check()
+
+
+def debugged(command: Sequence[str], config: Config) -> tuple[str, ...]:
+    """``command``, under gdb if BYTEPS_ENABLE_GDB asks for it. Raises ConfigError if there is no gdb."""
+    if not config.enable_gdb:
+        return tuple(command)
+    if shutil.which("gdb") is None:
+        raise ConfigError("BYTEPS_ENABLE_GDB=1: gdb is not on the PATH; install it, or unset the variable")
+    return (sys.executable, "-P", "-m", "bpsx.launch.debug", *command)
 
 
 def module_command(role: str) -> list[str]:
@@ -76,65 +160,26 @@ def heeded() -> tuple[signal.Signals, ...]:
     return tuple(s for s in ENDING if signal.getsignal(s) is not signal.SIG_IGN)
 
 
-def child_setup(mask: Iterable[int]) -> Callable[[], None]:
-    """What a child does between fork and exec: die when this process dies, and have ordinary signals with ``mask`` blocked.
+def child_setup(mask: Iterable[int], cpus: Iterable[int] = ()) -> Callable[[], None]:
+    """What a child does between fork and exec: die when this process dies, have ordinary signals with ``mask`` blocked, keep to ``cpus``.
 
     For a process with one thread, in which running Python after a fork is safe. The kernel means the *thread* that forks when it says
     parent. Grandchildren do not inherit the wish.
     """
-    return partial(_set_up_child, ctypes.CDLL(None, use_errno=True).prctl, os.getpid(), heeded(), frozenset(mask))
+    return partial(_set_up_child, ctypes.CDLL(None, use_errno=True).prctl, os.getpid(), heeded(), frozenset(mask), frozenset(cpus))
 
 
-def _set_up_child(prctl: Callable[..., int], parent: int, signals: Sequence[int], mask: Iterable[int]) -> None:
+def _set_up_child(prctl: Callable[..., int], parent: int, signals: Sequence[int], mask: Iterable[int], cpus: frozenset[int]) -> None:
     prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # it died before the wish was heard
         os.kill(os.getpid(), signal.SIGKILL)
     for number in signals:
         signal.signal(number, signal.SIG_DFL)  # or a Ctrl-C of this very moment would run the launcher's handler in the child
+    if cpus:
+        os.sched_setaffinity(0, cpus)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def cannot_run(command: Sequence[str], error: OSError) -> tuple[str, int]:
     """A message and the exit status that shells use for it."""
     return f"cannot run {command[0]!r}: {error.strerror or error}", 127 if isinstance(error, FileNotFoundError) else 126
-
-
-def run_role(command: Sequence[str]) -> int:
-    """Run the role that the environment names, until it ends. Returns its exit status; raises ConfigError."""
-    config = Config()
-    config.check()
-    if config.role in MODULES:
-        return int(importlib.import_module(f"{MODULES[config.role]}.__main__").main())
-    if not command:
-        raise ConfigError("no COMMAND: DMLC_ROLE=worker runs one, as in bpsx-run python train.py")
-    return run_command(command, child_environment(
-        BYTEPS_LOCAL_RANK=str(config.local_rank), BYTEPS_LOCAL_SIZE=str(config.local_size)))
-
-
-def run_command(command: Sequence[str], environment: dict[str, str]) -> int:
-    """Run ``command`` as a child in our place: same input, output and terminal, signals passed on. Returns its exit status.
-
-    For the main thread of a process that does nothing else: leaves the signals blocked.
-    """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if inherited as ignored, the kernel throws exit statuses away
-    signals = heeded()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*signals, signal.SIGCHLD))
-    try:
-        child = subprocess.Popen(command, env=environment, preexec_fn=child_setup(mask))
-    except OSError as error:
-        text, status = cannot_run(command, error)
-        print(f"bpsx-run: error: {text}", file=sys.stderr)
-        return status
-    while child.poll() is None:
-        received = signal.sigwaitinfo((*signals, signal.SIGCHLD))
-        if received.si_signo != signal.SIGCHLD and not _has_it_already(child.pid, received):
-            child.send_signal(received.si_signo)
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
-
-
-def _has_it_already(pid: int, received: signal.struct_siginfo) -> bool:
-    """Whether the signal is the terminal's, which sends it to the whole process group. Twice would abort the child's cleaning up."""
-    try:
-        return received.si_code == _SI_KERNEL and os.getpgid(pid) == os.getpgrp()
-    except ProcessLookupError:
-        return True

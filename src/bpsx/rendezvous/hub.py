@@ -6,6 +6,7 @@ Descriptors are used again, so the monitor is always read before a message is ha
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -81,12 +82,18 @@ class Hub:
 
     def announce(self) -> None:
         """Say where we listen: in the log, and in the file that the launcher named."""
+        self._tell_launcher(b"w")
         if self._config.port_file:
             path = Path(self._config.port_file)
             draft = path.with_name(path.name + ".new")
             draft.write_text(f"{self.port}\n")
             os.replace(draft, path)
         log.info("listening on %s:%d", self._config.root_uri, self.port)
+
+    def _tell_launcher(self, state: bytes) -> None:
+        if self._config.state_fd >= 0:
+            with contextlib.suppress(OSError):      # it may have gone
+                os.write(self._config.state_fd, state)
 
     def interrupt(self, name: str) -> None:
         """End because of the signal called ``name``; for its handler. It takes effect between messages: an exception out of the handler
@@ -99,6 +106,7 @@ class Hub:
         try:
             self._gather()
             if self._members.state == "running":
+                self._tell_launcher(b"r")
                 log.info("the job is complete: %s", names(self._members.present()))
                 if self._exporter is not None:
                     self._send(self._observers.watch_for(1e9))

@@ -6,6 +6,7 @@ import fcntl
 import ipaddress
 import socket
 import struct
+from pathlib import Path
 
 _SIOCGIFADDR = 0x8915
 
@@ -45,15 +46,30 @@ def resolve(host: str, port: int) -> str:
     return str(infos[0][4][0])
 
 
-def interface_address(name: str) -> str:
-    """The IPv4 address of network interface ``name``. Raises :class:`OSError` naming the interfaces that exist."""
+def interface_address(name: str, v6: bool = False) -> str:
+    """The address of network interface ``name``: IPv4 if it has one, unless ``v6``. Raises :class:`OSError` naming the interfaces that exist."""
+    second = [address for interface, address in inet6_addresses() if interface == name]
+    if v6 and second:
+        return second[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         request = struct.pack("256s", name.encode()[:15])
         try:
             return socket.inet_ntoa(fcntl.ioctl(s.fileno(), _SIOCGIFADDR, request)[20:24])
         except OSError as e:
+            if second:
+                return second[0]
             known = ", ".join(n for _, n in socket.if_nameindex())
-            raise OSError(f"interface {name!r} has no IPv4 address or does not exist; interfaces here: {known}") from e
+            raise OSError(f"interface {name!r} has no address or does not exist; interfaces here: {known}") from e
+
+
+def inet6_addresses() -> list[tuple[str, str]]:
+    """Interface and address, for each IPv6 address of this machine that others may reach without naming an interface, and loopback's."""
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:     # a kernel without IPv6
+        return []
+    found = [(words[5], ipaddress.IPv6Address(int(words[0], 16))) for words in (line.split() for line in lines)]
+    return [(name, str(address)) for name, address in found if not address.is_link_local]
 
 
 def own_address_towards(host: str, port: int) -> str:

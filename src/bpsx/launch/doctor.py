@@ -1,0 +1,103 @@
+"""``bpsx-run doctor``: reports what was found on this machine, and tries a push_pull through a job of its own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from bpsx.config import child_environment
+from bpsx.launch import findings
+from bpsx.launch.findings import Report
+
+_TRY_SECONDS = 120.0
+_TOLD = 10
+#: Where things are kept holds for the trial, too; all else of the job's variables is left out of it.
+_KEPT = ("BPSX_CACHE_DIR", "BYTEPS_SOCKET_PATH")
+_OURS = ("DMLC_", "BYTEPS_", "BPSX_", "PS_")
+
+
+def _trial_environment() -> dict[str, str]:
+    kept = {k: v for k, v in child_environment().items() if not k.startswith(_OURS) or k in _KEPT}
+    return {**kept, "BPSX_RENDEZVOUS_TIMEOUT": "60", "PYTHONUNBUFFERED": "1"}
+
+
+def try_push_pull(report: Report, seconds: float = _TRY_SECONDS) -> None:
+    """Run a job of a scheduler, a server and two workers on loopback: of one, a server has nothing to sum."""
+    python = [sys.executable, "-P", "-m"]
+    command = [*python, "bpsx.launch", "--local", "--workers", "2", "--servers", "1", "--grace", "2", "--", *python, "bpsx.launch.selftest"]
+    with subprocess.Popen(command, env=_trial_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+        try:
+            out, err = job.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            job.send_signal(signal.SIGTERM)
+            report.add("push_pull to itself", "result", f"no result within {seconds:g} s")
+            report.problems.append(f"a push_pull on this machine did not end within {seconds:g} s: is something in the way on loopback?")
+            return
+        except BaseException:
+            job.send_signal(signal.SIGTERM)
+            raise
+    _judge(report, job.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
+
+
+def _judge(report: Report, status: int, out: str, err: str) -> None:
+    result: dict[str, Any] = {}
+    for line in out.splitlines():
+        if line.startswith("[worker 0] {"):
+            result = json.loads(line.removeprefix("[worker 0] "))
+    for name, value in result.items():
+        report.add("push_pull to itself", name.replace("_", " "), value)
+    if status or not result.get("right"):
+        report.add("push_pull to itself", "result", "wrong sums" if result and not result["right"] else f"failed with status {status}")
+        lines = err.splitlines()
+        # Of tracebacks the last lines, which name the error; without any, the end of what was said.
+        telling = [line for line in lines if re.search(r"\w(Error|Exception): |ERROR|^bpsx-run: ", line)] or lines[-_TOLD:]
+        said = "; ".join(dict.fromkeys(telling[:_TOLD])) or "nothing was said"
+        report.problems.append(f"a push_pull on this machine failed (status {status}): {said}")
+    else:
+        report.add("push_pull to itself", "result", "the sums are right")
+
+
+def examine() -> Report:
+    """All findings."""
+    report = Report()
+    findings.software(report)
+    findings.devices(report)
+    config = findings.options(report)
+    findings.network(report, config)
+    findings.limits(report)
+    findings.folders(report)
+    try_push_pull(report)
+    return report
+
+
+def text(report: Report) -> str:
+    """The report for people."""
+    lines = []
+    for section, entries in report.found.items():
+        lines += [f"{section}:", *(f"  {name}: {value}" for name, value in entries.items())]
+    lines += [f"worth a look: {hint}" for hint in report.hints]
+    lines += [f"WRONG: {problem}" for problem in report.problems]
+    lines.append(f"{len(report.problems)} thing{'s are' * (len(report.problems) > 1) or ' is'} wrong" if report.problems else "all well")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit status: 0 if all is well."""
+    parser = argparse.ArgumentParser("bpsx-run doctor", description="Report what was found on this machine and try a push_pull to itself.",
+                                     epilog="Set the variables of a job (DMLC_PS_ROOT_URI, ...) to have its scheduler and addresses looked at. "
+                                     "Exit status: 0 all well, 1 something is wrong.")
+    parser.add_argument("--json", action="store_true", help="one JSON object: ok, problems, hints, found")
+    options = parser.parse_args(arguments)
+    report = examine()
+    if options.json:
+        print(json.dumps({"ok": not report.problems, "problems": report.problems, "hints": report.hints, "found": report.found}, indent=1))
+    else:
+        print(text(report))
+    sys.stdout.flush()
+    return 1 if report.problems else 0

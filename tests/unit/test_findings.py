@@ -1,0 +1,87 @@
+"""What bpsx-run doctor finds wrong, one thing at a time, and how it judges its own push_pull."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from bpsx.config import OPTIONS
+from bpsx.launch import doctor, findings
+from bpsx.launch.findings import Report
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for option in OPTIONS:
+        monkeypatch.delenv(option.env, raising=False)
+
+
+def examine(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> Report:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    report = Report()
+    findings.network(report, findings.options(report))
+    findings.folders(report)
+    return report
+
+
+@pytest.mark.parametrize(("environment", "said"), [
+    ({"BYTEPS_PARTITION_BYTES": "much"}, "BYTEPS_PARTITION_BYTES='much': allowed is"),
+    ({"DMLC_PS_ROOT_URI": "no-such-host.invalid"}, "DMLC_PS_ROOT_URI='no-such-host.invalid' does not resolve"),
+    ({"DMLC_NODE_HOST": "203.0.113.77"}, "nothing can listen on the own address 203.0.113.77"),
+    ({"DMLC_INTERFACE": "nosuch0"}, "interface 'nosuch0' has no address or does not exist; interfaces here: "),
+    ({"DMLC_NODE_HOST": "127.0.0.1", "DMLC_PS_ROOT_URI": "203.0.113.77"}, "the own address 127.0.0.1 is loopback, but the scheduler"),
+    ({"BPSX_CACHE_DIR": "/dev/null/x"}, "BPSX_CACHE_DIR: no writable folder"),
+    ({"BYTEPS_SOCKET_PATH": "/dev/null/x"}, "BYTEPS_SOCKET_PATH: cannot make /dev/null/x"),
+])
+def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str) -> None:
+    report = examine(monkeypatch, environment)
+    assert len([p for p in report.problems if said in p]) == 1, report.problems
+
+
+def test_a_scheduler_that_answers_and_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        given = {"DMLC_PS_ROOT_URI": "localhost", "DMLC_PS_ROOT_PORT": str(port), "DMLC_ROLE": "worker"}
+        if listener.family != socket.AF_INET or socket.getaddrinfo("localhost", port)[0][4][0] != "127.0.0.1":
+            given["DMLC_PS_ROOT_URI"] = "127.0.0.1"
+        report = examine(monkeypatch, given)
+        assert report.problems == []
+        assert report.found["network"]["scheduler answers"] == "yes"
+        assert report.found["network"]["own address"].startswith("127.0.0.1 on lo: the one from which the scheduler at 127.0.0.1 is reached")
+    report = examine(monkeypatch, given)
+    assert len(report.problems) == 1 and f"the scheduler at 127.0.0.1:{port} does not answer" in report.problems[0]
+    assert examine(monkeypatch, {"DMLC_ROLE": "scheduler"}).problems == []      # it is the one that will
+
+
+def test_the_values_of_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = examine(monkeypatch, {"BPSX_SECRET": "nobody-may-read-this", "DMLC_NUM_WORKER": "3"})
+    assert report.found["options"] == {"BPSX_SECRET": "(set)", "DMLC_NUM_WORKER": "3"}
+    assert "nobody-may-read-this" not in str(report)
+
+
+def test_a_package_that_is_not_there_and_one_without_version() -> None:
+    assert findings._version("no_such_package_of_anybody") == ""
+    assert findings._version("json") == "of unknown version"
+    assert findings._version("numpy")
+
+
+@pytest.mark.parametrize(("status", "out", "err", "said"), [
+    (0, '[worker 0] {"right": true}\n', "", ""),
+    (0, '[worker 0] {"right": false}\n', "", "a push_pull on this machine failed (status 0): nothing was said"),
+    (1, "", "[server 0] no library\n", "failed (status 1): [server 0] no library"),
+    (0, "", "", "failed (status 0): nothing was said"),
+])
+def test_the_trial_is_judged(status: int, out: str, err: str, said: str) -> None:
+    report = Report()
+    doctor._judge(report, status, out, err)
+    assert said in " ".join(report.problems)
+    assert bool(report.problems) == bool(said)
+    assert ("all well" in doctor.text(report)) == (not said)
+
+
+def test_a_trial_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report()
+    doctor.try_push_pull(report, seconds=0.01)
+    assert "did not end within 0.01 s" in report.problems[0]
