@@ -77,10 +77,10 @@ def test_a_single_worker_needs_nothing_else():
 
 
 def test_unknown_and_idle_names_get_a_warning():
-    config = Config({"BYTEPS_PARTITON_BYTES": "1", "BPSX_NO_SUCH_THING_AT_ALL": "1", "BYTEPS_TRACE_ON": "1", "PATH": "x"})
+    config = Config({"BYTEPS_PARTITON_BYTES": "1", "BPSX_NO_SUCH_THING_AT_ALL": "1", "BYTEPS_THREADPOOL_SIZE": "1", "PATH": "x"})
     text = "\n".join(config.unknown)
     assert "BYTEPS_PARTITON_BYTES" in text and "did you mean BYTEPS_PARTITION_BYTES?" in text
-    assert "BPSX_NO_SUCH_THING_AT_ALL" in text and "BYTEPS_TRACE_ON" in text and "no effect" in text
+    assert "BPSX_NO_SUCH_THING_AT_ALL" in text and "BYTEPS_THREADPOOL_SIZE" in text and "no effect" in text
     assert len(config.unknown) == 3
 
 
