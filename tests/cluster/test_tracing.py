@@ -83,13 +83,12 @@ def test_the_file_is_there_while_the_job_runs_on(tmp_path):
 @pytest.mark.parametrize("way", ["exception", "sigterm"])
 def test_an_early_end_leaves_the_file(tmp_path, way):
     source = STEPS + "for _ in range(2): step()\nreport('there')\n"
-    source += "raise ValueError('enough')\n" if way == "exception" else "sys.stdin.readline()\n"
+    source += "sys.stdin.readline()\n" + ("raise ValueError('enough')\n" if way == "exception" else "")
     with Job(source, **tracing(tmp_path)) as job:
         for w in job.workers:
             w.wait_for_line("there")
-        if way == "sigterm":
-            for w in job.workers:
-                w.signal(signal.SIGTERM)
+        for w in job.workers:
+            w.signal(signal.SIGTERM) if way == "sigterm" else w.say("")
         for p in job.processes:
             status = p.wait()
             assert status == (-signal.SIGTERM if way == "sigterm" and p in job.workers else 1), p.text()
