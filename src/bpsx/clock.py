@@ -63,7 +63,7 @@ class Clock:
 
 def offset_at(estimates: list[Estimate], at: int) -> int:
     """The offset at own time ``at``: between the estimates next to it, or that of the nearest. ``estimates`` is in order of time, not empty."""
-    i = bisect([e.at for e in estimates], at)
+    i = bisect(estimates, at, key=lambda e: e.at)
     if i == 0 or i == len(estimates):
         return estimates[max(i - 1, 0)].offset
     a, b = estimates[i - 1], estimates[i]

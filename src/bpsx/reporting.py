@@ -99,6 +99,7 @@ class Reporter:
         self._live_files = 0
         self._steps: dict[str, int] = {}        # of a single worker, which has no core that counts
         self._writing: threading.Thread | None = None
+        self._on_sigterm: Callable[[int, FrameType | None], None] | None = None
         self._watched_until = 0.0
         self._send: Send | None = None
         self._stats: Callable[[], dict[str, Any]] = dict
@@ -234,6 +235,9 @@ class Reporter:
 
     def close(self) -> None:
         """Write what is not written yet. Idempotent. Does not raise."""
+        if self._on_sigterm is not None and threading.current_thread() is threading.main_thread() \
+                and signal.getsignal(signal.SIGTERM) is self._on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with self._lock:
             if self._writing is not None:
                 self._writing.join()
@@ -252,10 +256,12 @@ class Reporter:
             return
 
         def end(number: int, _: FrameType | None) -> None:
-            self.close()
+            if os.getpid() == self._about["pid"]:       # a forked child has the handler, too, but not the timeline
+                self.close()
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
+        self._on_sigterm = end
         signal.signal(signal.SIGTERM, end)
 
     def _drain(self) -> None:

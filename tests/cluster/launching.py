@@ -63,7 +63,10 @@ class Launcher:
         unwanted = ("DMLC_", "BYTEPS_", "BPSX_", "NO_COLOR")
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
         key, value = self.mark.split("=")
-        self.environment |= {key: value, "TMPDIR": str(folder), "TERM": "xterm"}
+        # The runtime folder stays, as such folders do; only what is in it has to be gone.
+        self.runtime = folder.with_name("runtime")
+        self.runtime.mkdir()
+        self.environment |= {key: value, "TMPDIR": str(folder), "TERM": "xterm", "XDG_RUNTIME_DIR": str(self.runtime)}
 
     def start(self, command: Sequence[str], environment: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[bytes]:
         options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
@@ -108,6 +111,9 @@ def launching(tmp_path: Path) -> Iterator[Launcher]:
         assert [process.pid for process in made.started if process.poll() is None] == []
         assert made.left() == []
         assert list(folder.iterdir()) == []
+        # A launcher that was killed leaves its record to the next who looks.
+        killed = {str(process.pid) for process in made.started if process.returncode == -9}
+        assert [p for p in made.runtime.rglob("*") if p.is_file() and p.stem not in killed] == []
     finally:
         made.close()
 

@@ -21,6 +21,7 @@ import pytest
 from launching import local_words, words
 
 from bpsx.launch import record
+from exposition import parse
 from jobs import DEADLINE, Job, run
 from traces import load
 
@@ -166,8 +167,6 @@ def test_top_in_a_terminal_puts_it_back_as_it_was(way):
 
 
 def test_metrics_of_a_running_job():
-    from unit.test_metrics import parse
-
     with looping(env={"BPSX_METRICS_PORT": "0", "BYTEPS_LOG_LEVEL": "info"}) as job:
         assert job.scheduler is not None
         url = "http" + job.scheduler.wait_for_line("metrics at http").split("http")[1]

@@ -83,7 +83,7 @@ def test_the_file_is_there_while_the_job_runs_on(tmp_path):
 @pytest.mark.parametrize("way", ["exception", "sigterm"])
 def test_an_early_end_leaves_the_file(tmp_path, way):
     source = STEPS + "for _ in range(2): step()\nreport('there')\n"
-    source += "sys.stdin.readline()\nraise ValueError('enough')\n"
+    source += "sys.stdin.readline()\n" + ("raise ValueError('enough')\n" if way == "exception" else "")
     with Job(source, **tracing(tmp_path)) as job:
         for w in job.workers:
             w.wait_for_line("there")
@@ -206,3 +206,23 @@ def test_where_a_timeline_cannot_be_written_the_log_says_so_and_the_job_goes_on(
              env={"BYTEPS_TRACE_DIR": str(tmp_path / "file" / "below")}) as job:
         assert job.results() == [[None], [None]]
         assert all("cannot write the timeline" in w.text() and "BYTEPS_TRACE_DIR" in w.text() for w in job.workers)
+
+
+def test_a_forked_child_that_is_terminated_writes_nothing(tmp_path):
+    """As data loaders do: they inherit the handler, and a lock that may be held."""
+    source = STEPS + """
+step()
+import os, signal
+child = os.fork()
+if child == 0:
+    signal.pause()
+os.kill(child, signal.SIGTERM)
+report(os.waitpid(child, 0)[1])
+report(os.path.exists(os.path.join(os.environ["BYTEPS_TRACE_DIR"], "0", "comm.json")))
+step()
+bpsx.shutdown()
+report(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+"""
+    for reports in run(source, **tracing(tmp_path)):
+        assert reports == [signal.SIGTERM, False, True]
+    assert {e["args"]["step"] for e in load(tmp_path / "worker-0/0/comm.json")} == {1, 2}

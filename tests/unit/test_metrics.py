@@ -10,36 +10,8 @@ from test_rendezvous import running
 from bpsx.rendezvous import messages
 from bpsx.rendezvous.metrics import METRICS, exposition
 from bpsx.rendezvous.observers import LEASE, RENEW, Observers
+from exposition import parse
 from source.places import ROOT
-
-_NAME = r"[a-zA-Z_:][a-zA-Z0-9_:]*"
-_LABEL = r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\\n]|\\["\\n])*)"'
-_SAMPLE = re.compile(rf"({_NAME})(?:\{{({_LABEL}(?:,{_LABEL})*)\}})? (-?[0-9.eE+-]+|NaN|[+-]Inf)")
-
-
-def parse(text: str) -> dict[str, tuple[str, dict[tuple, float]]]:
-    """Text format 0.0.4, strictly: metric -> (type, labels -> value)."""
-    assert text.endswith("\n")
-    found: dict[str, tuple[str, dict[tuple, float]]] = {}
-    helped, current = set(), None
-    for line in text[:-1].split("\n"):
-        if line.startswith("# HELP "):
-            name, help_ = re.fullmatch(rf"# HELP ({_NAME}) (\S.*)", line).groups()
-            assert name not in helped and "\\" not in help_
-            helped.add(name)
-            current = name
-        elif line.startswith("# TYPE "):
-            name, kind = re.fullmatch(rf"# TYPE ({_NAME}) (counter|gauge)", line).groups()
-            assert name == current and name not in found, "TYPE comes once, after its HELP and before its samples"
-            found[name] = (kind, {})
-        else:
-            match = _SAMPLE.fullmatch(line)
-            assert match, line
-            assert match[1] == current, "samples of one metric stand together"
-            labels = tuple(re.findall(_LABEL, match[2] or ""))
-            assert labels not in found[match[1]][1], f"twice: {line}"
-            found[match[1]][1][labels] = float(match[7] if match[7] is not None else match[0].rsplit(" ", 1)[1])
-    return found
 
 
 def observed(members=None):
