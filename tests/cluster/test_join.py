@@ -194,7 +194,7 @@ def test_a_single_worker_and_an_asynchronous_job():
         import bpsx
         bpsx.init()
         report(bpsx.join())
-    """, workers=1) == [[0]]
+    """, workers=1, env={"BYTEPS_FORCE_DISTRIBUTED": "1"}) == [[0]]
     with Job("""
         import bpsx, numpy as np
         bpsx.init()
