@@ -177,6 +177,7 @@ def test_what_else_an_optimizer_has(tmp_path: Path):
     found = [job.results[r]["job_options"] for r in range(2)]
     for f in found:
         assert f["isinstance"] and f["frozen"] and f["unfrozen"] and f["last"] < f["first"] / 3
+        assert same(found[0]["weights"], f["weights"])
         assert "FP16Compressor" in f["compression"] and "BYTEPS_ENABLE_ASYNC" in f["compression"]
 
 

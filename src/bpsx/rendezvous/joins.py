@@ -6,7 +6,7 @@ marks and say so, then the workers hear it: or a fast worker's next push could m
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 
@@ -18,18 +18,20 @@ class Joins:
         self.generation = 0
         self._awaited: set[bytes] = set()       # servers that have not forgotten their marks yet
         self._clearing = False
+        self._last = -1
 
-    def join(self, rank: int, live: Iterable[int], servers: Iterable[bytes]) -> list[tuple[bytes, dict[str, Any]]]:
+    def join(self, rank: int, live: Collection[int], servers: Iterable[bytes]) -> list[tuple[bytes, dict[str, Any]]]:
         """Worker ``rank`` joins; ``live`` are the workers still in the job. What the servers have to be told."""
-        if rank not in self.joined:
-            self.joined.append(rank)
+        if rank in self.joined:
+            return []
+        self.joined.append(rank)
         if self._all_here(live):
-            return self._clear(servers)
+            return self._clear(live, servers)
         return [(s, {"type": "JOINED", "rank": rank}) for s in servers]
 
-    def left(self, live: Iterable[int], servers: Iterable[bytes]) -> list[tuple[bytes, dict[str, Any]]]:
+    def left(self, live: Collection[int], servers: Iterable[bytes]) -> list[tuple[bytes, dict[str, Any]]]:
         """A worker is gone and the job goes on: perhaps it was the last one awaited."""
-        return self._clear(servers) if self.joined and self._all_here(live) else []
+        return self._clear(live, servers) if live and self._all_here(live) else []
 
     def cleared(self, server: bytes, generation: int) -> int | None:
         """``server`` has forgotten its marks. The rank that joined last, once all servers have."""
@@ -38,15 +40,15 @@ class Joins:
         self._awaited.discard(server)
         if self._awaited:
             return None
-        last = self.joined[-1]
         self.joined, self._clearing = [], False
         self.generation += 1
-        return last
+        return self._last
 
-    def _all_here(self, live: Iterable[int]) -> bool:
+    def _all_here(self, live: Collection[int]) -> bool:
         return not self._clearing and set(live) <= set(self.joined)
 
-    def _clear(self, servers: Iterable[bytes]) -> list[tuple[bytes, dict[str, Any]]]:
+    def _clear(self, live: Collection[int], servers: Iterable[bytes]) -> list[tuple[bytes, dict[str, Any]]]:
         self._clearing = True
+        self._last = [rank for rank in self.joined if rank in live][-1]     # who died since is no root for anything
         self._awaited = set(servers)
         return [(s, {"type": "CLEAR", "generation": self.generation}) for s in sorted(self._awaited)]
