@@ -175,10 +175,11 @@ def test_ctrl_c_ends_a_join_and_the_job_hears_why():
             threading.Thread(target=tell, daemon=True).start()
             bpsx.join()
         bpsx.push_pull(np.ones(1), "x")     # complete without worker 0, which has joined
+        report("alone")
         sys.stdin.readline()
         bpsx.push_pull(np.ones(1), "x")
     """) as job:
-        job.workers[0].wait_for_line("joined")
+        job.workers[0].wait_for_line("joined"), job.workers[1].wait_for_line("alone")
         job.workers[0].signal(signal.SIGINT)
         assert job.workers[0].wait() != 0 and "KeyboardInterrupt" in job.workers[0].text()
         job.workers[1].say("go")
