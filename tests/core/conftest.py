@@ -1,10 +1,10 @@
-"""Fixtures of the tests with scripted peers."""
+"""The scripted lane of test_lane.py, for its sisters."""
 
 from __future__ import annotations
 
 import pytest
 
-from core.rig import Rig
+from core.test_lane import Rig
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import core.wire as w
 from bpsx.dtypes import DTYPES
 from bpsx.kernels.reference import reduce
-from core.rig import BIG, values
+from core.test_lane import BIG, values
 
 ONE = np.float32([1]).tobytes()
 

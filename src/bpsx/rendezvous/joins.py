@@ -9,7 +9,7 @@ joined.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -21,27 +21,29 @@ class Joins:
         self.generation = 0
         self._awaited: set[bytes] = set()       # holders of marks that have not forgotten their marks yet
         self._clearing = False
+        self._last = -1
 
     def join(
-        self, rank: int, live: Iterable[int], servers: Sequence[bytes], roots: Mapping[int, bytes] | None = None, processes: int = 1,
+        self, rank: int, live: Collection[int], servers: Sequence[bytes], roots: Mapping[int, bytes] | None = None, processes: int = 1,
     ) -> list[tuple[bytes, dict[str, Any]]]:
         """Worker ``rank`` joins; ``live`` are the workers still in the job. What servers and roots have to be told.
 
         ``roots``: machine -> who speaks for its ``processes`` workers, where that is not each for itself.
         """
-        if rank not in self.joined:
-            self.joined.append(rank)
+        if rank in self.joined:
+            return []
+        self.joined.append(rank)
         if self._all_here(live):
-            return self._clear([*servers, *(roots or {}).values()])
+            return self._clear(live, [*servers, *(roots or {}).values()])
         machine = rank // processes
         told = [roots[machine]] if roots and machine in roots else []
         if all(r in self.joined for r in range(machine * processes, (machine + 1) * processes)):
             told += servers
         return [(s, {"type": "JOINED", "rank": rank}) for s in told]
 
-    def left(self, live: Iterable[int], servers: Iterable[bytes]) -> list[tuple[bytes, dict[str, Any]]]:
+    def left(self, live: Collection[int], servers: Iterable[bytes]) -> list[tuple[bytes, dict[str, Any]]]:
         """A worker of an asynchronous job is gone: perhaps it was the last one awaited."""
-        return self._clear(servers) if self.joined and self._all_here(live) else []
+        return self._clear(live, servers) if live and self._all_here(live) else []
 
     def cleared(self, holder: bytes, generation: int) -> int | None:
         """``holder`` has forgotten its marks. The rank that joined last, once all have."""
@@ -50,15 +52,15 @@ class Joins:
         self._awaited.discard(holder)
         if self._awaited:
             return None
-        last = self.joined[-1]
         self.joined, self._clearing = [], False
         self.generation += 1
-        return last
+        return self._last
 
-    def _all_here(self, live: Iterable[int]) -> bool:
+    def _all_here(self, live: Collection[int]) -> bool:
         return not self._clearing and set(live) <= set(self.joined)
 
-    def _clear(self, holders: Iterable[bytes]) -> list[tuple[bytes, dict[str, Any]]]:
+    def _clear(self, live: Collection[int], holders: Iterable[bytes]) -> list[tuple[bytes, dict[str, Any]]]:
         self._clearing = True
+        self._last = [rank for rank in self.joined if rank in live][-1]     # who died since is no root for anything
         self._awaited = set(holders)
         return [(s, {"type": "CLEAR", "generation": self.generation}) for s in sorted(self._awaited)]

@@ -148,7 +148,8 @@ def _begin(tensor: torch.Tensor, average: bool, name: str | None, version: int, 
 
 
 def push_pull_async(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0) -> Handle:
-    """Begin to sum ``tensor`` over all workers into a new tensor of its shape and dtype; :func:`synchronize` returns that.
+    """Begin to sum ``tensor`` over all workers into a new tensor of its shape and dtype; :func:`synchronize` returns that. In asynchronous
+    training: add it to the servers' value of ``name``, and get that (see ``docs/async.md``).
 
     ``tensor``: dense, on the CPU, of a dtype in :data:`bpsx.dtypes.DTYPES`, any strides, also empty or 0-dimensional. It must not change
     until the end. Its values are taken as they are, without autograd. Workers must agree on name, shape, dtype and ``average``; without a

@@ -66,12 +66,7 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
         raise ConfigError("DistributedOptimizer: LBFGS evaluates its closure several times in a step, with other weights each time, so its "
                           "gradients cannot be averaged once per step; use a first-order optimizer (SGD, Adam, …)")
     names = _names_of(optimizer, named_parameters)
-    passes = _checked_passes(backward_passes_per_step)
-    config = _adapter.session().config
-    if config.asynchronous and compression is not Compression.none:
-        raise ConfigError(f"DistributedOptimizer: compression={compression.__name__} with BYTEPS_ENABLE_ASYNC=1: servers add to the weights "
-                          "themselves, so only Compression.none is possible")
-    exchange = AsyncExchange(names, passes) if config.asynchronous else Exchange(names, compression, passes, config.distributed)
+    exchange = _exchange_for(names, compression, _checked_passes(backward_passes_per_step))
     scheduled = _take_patched_step(optimizer)
     base = type(optimizer)
     optimizer.__class__ = type(base.__name__, (_DistributedOptimizer, base), {"__module__": base.__module__, "__doc__": base.__doc__})
@@ -166,6 +161,17 @@ class _DistributedOptimizer(_Base):
 
     # Optimizer.__setstate__ (load_state_dict) would wrap it and so run the user's step hooks twice: the base class's step runs them.
     step.hooked = True  # type: ignore[attr-defined]
+
+
+def _exchange_for(names: list[tuple[str, torch.Tensor]], compression: type[Compressor], passes: int) -> Exchange:
+    """Of gradients, or of weights in asynchronous training. Raises :class:`ConfigError`."""
+    config = _adapter.session().config
+    if not config.asynchronous:
+        return Exchange(names, compression, passes, config.distributed)
+    if compression is not Compression.none:
+        raise ConfigError(f"DistributedOptimizer: compression={compression.__name__} with BYTEPS_ENABLE_ASYNC=1: servers add to the weights "
+                          "themselves, so only Compression.none is possible")
+    return AsyncExchange(names, passes)
 
 
 def _default_name(group: int, index: int) -> str:

@@ -1,0 +1,117 @@
+"""The hub's part in join() and in asynchronous jobs: who is told what, in which order, and what the end is called."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_rendezvous import config, hello, kinds, members, running
+
+from bpsx.rendezvous.joins import Joins
+from bpsx.rendezvous.membership import Membership
+
+
+def asynchronous(workers: int = 3, servers: int = 1) -> Membership:
+    m = members(workers, servers)
+    on = config(workers, servers, BYTEPS_ENABLE_ASYNC=1)
+    for i in range(servers):
+        m.hello(b"s%d" % i, hello("server", -1, workers, servers, pid=900 + i, config=on))
+    for r in range(workers):
+        m.hello(b"w%d" % r, hello("worker", r, workers, servers, config=on))
+    assert m.state == "running" and m.asynchronous
+    return m
+
+
+def test_the_workers_hear_it_when_all_servers_have_cleared():
+    m = running(2, 2)
+    assert m.join(b"w1") == [(s, {"type": "JOINED", "rank": 1}) for s in (b"s0", b"s1")]
+    assert m.join(b"w1") == [] == m.join(b"s0") == m.join(b"nobody")
+    assert m.join(b"w0") == [(s, {"type": "CLEAR", "generation": 0}) for s in (b"s0", b"s1")]
+    assert m.cleared(b"s0", {"generation": 0}) == [] == m.cleared(b"s0", {"generation": 0}) == m.cleared(b"s1", {"generation": 1})
+    assert m.cleared(b"s1", {"generation": 0}) == [(w, {"type": "ALL_JOINED", "last": 0}) for w in (b"w0", b"w1")]
+    assert m.cleared(b"s1", {"generation": 0}) == []
+    m.join(b"w0")
+    assert {o["generation"] for _, o in m.join(b"w1")} == {1}
+
+
+def test_leaving_instead_of_joining_is_told_whenever_it_happens():
+    m = running(3)
+    m.join(b"w1")
+    out = m.bye(b"w0", {"failure": ""})
+    (ident, told), = [o for o in out if o[1]["type"] == "UNJOINED"]
+    assert ident == b"w1" and "worker 0" in told["text"]
+    assert kinds(m.join(b"w2")) == {b"s0": "JOINED", b"w1": "UNJOINED", b"w2": "UNJOINED"}
+
+
+def test_a_joined_worker_is_not_among_those_who_wait_or_are_waited_for():
+    m = running(3)
+    m.join(b"w0")
+    report = {"tensors": [["t", 0, 0, 40.0]], "more": False}
+    assert [o["text"] for _, o in m.waiting(b"w1", report, 0.0)] == [
+        "tensor 't' round 0: pushed 40 s ago by worker 1, not pushed by worker 2"]
+    out = m.waiting(b"w2", {"tensors": [["u", 0, 0, 40.0]], "more": False}, 0.0)
+    assert [o["text"] for _, o in out if o["type"] == "FAILED"] and all("worker 0" not in o["text"] for _, o in out)
+
+
+def test_an_asynchronous_job_survives_workers_and_says_so_at_its_end():
+    m = asynchronous()
+    out = m.gone(b"w1", "cut")
+    assert kinds(out) == {b"w0": "WARN", b"w2": "WARN", b"s0": "LEFT"} and m.state == "running"
+    assert all("worker 1 (" in o["text"] for _, o in out if o["type"] == "WARN")
+    assert kinds(m.bye(b"w0", {"failure": "boom"})) == {b"w0": "GOODBYE", b"w2": "WARN", b"s0": "LEFT"}
+    assert kinds(m.bye(b"w2", {"failure": ""}))[b"s0"] == "END"
+    assert m.state == "failed" and "worker 1" in m.failure and "boom" in m.failure
+
+
+def test_when_the_last_worker_dies_so_does_the_job():
+    m = asynchronous(1)
+    assert kinds(m.gone(b"w0", "cut"))[b"s0"] in ("LOST", "END") and m.state == "failed" and "worker 0" in m.failure
+
+
+def test_a_server_is_missed_in_an_asynchronous_job_too():
+    m = asynchronous(2, 2)
+    assert set(kinds(m.gone(b"s0", "cut")).values()) == {"LOST"} and m.state == "failed"
+
+
+def test_a_death_completes_a_gathering_of_an_asynchronous_job_without_naming_the_dead():
+    m = asynchronous()
+    m.join(b"w0"), m.join(b"w1")
+    m.gone(b"w1", "cut")
+    assert kinds(m.gone(b"w2", "cut"))[b"s0"] == "CLEAR"
+    assert m.cleared(b"s0", {"generation": 0}) == [(b"w0", {"type": "ALL_JOINED", "last": 0})]
+
+
+def test_servers_must_agree_with_workers():
+    m = members()
+    m.hello(b"w0", hello("worker", 0, config=config(2, 1, BYTEPS_ENABLE_ASYNC=1)))
+    (_, answer), = m.hello(b"s0", hello("server", -1))
+    assert answer["type"] == "REFUSED" and "BYTEPS_ENABLE_ASYNC=0 on this server, 1 on worker 0" in answer["reason"] and not answer["over"]
+    m = running()
+    assert dict(m.hello(b"w9", hello("worker", 1, pid=5)))[b"w9"]["over"] is True
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 3), st.data())
+def test_marks_never_outlive_their_gathering(workers, servers, data):
+    """Whatever the order: when the workers are told, every server has been told to clear after the last mark it was told of."""
+    joins, marks, told = Joins(), {b"%d" % s: set() for s in range(servers)}, []
+    waiting, pending, newest = set(), [], -1
+    for _ in range(40):
+        choices = [("join", r) for r in range(workers) if r not in waiting] + [("clear", s) for s in pending]
+        what, who = data.draw(st.sampled_from(choices))
+        if what == "clear":
+            pending.remove(who)
+            last = joins.cleared(who, joins.generation)
+            if last is not None:
+                assert waiting == set(range(workers)) and not any(marks.values()) and not pending and last == newest
+                told.append(last)
+                waiting.clear()
+            continue
+        waiting.add(who)
+        newest = who
+        for server, message in joins.join(who, range(workers), marks):
+            if message["type"] == "JOINED":
+                marks[server].add(message["rank"])
+            else:
+                marks[server].clear()
+                pending.append(server)
+    assert len(told) == joins.generation
