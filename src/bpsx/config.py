@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bpsx import secret
 from bpsx.errors import ConfigError
 
 
@@ -87,7 +88,7 @@ def _default_lanes() -> int:
     return max(1, min(4, _cores() // 4))
 
 
-_JOB, _TUNE, _FAIL, _LOG = "Job", "Tuning", "Failure", "Logging and files"
+_JOB, _TUNE, _FAIL, _LOG, _TRUST = "Job", "Tuning", "Failure", "Logging and files", "Security"
 
 OPTIONS: tuple[Option, ...] = (
     Option("role", "DMLC_ROLE", _choice(*_ROLES), None, " | ".join(_ROLES), "What this process is.", _JOB),
@@ -153,6 +154,13 @@ OPTIONS: tuple[Option, ...] = (
            "folder.", _LOG),
     Option("port_file", "BPSX_PORT_FILE", str, "", "path",
            "The scheduler writes its port here once it listens; the launcher reads it.", _LOG),
+    Option("secret", "BPSX_SECRET", str, "", "text of 16 to 4096 bytes",
+           "The job secret, the same for all processes of a job: who does not know it is kept out (docs/security.md). Wins over BPSX_SECRET_FILE.",
+           _TRUST),
+    Option("secret_file", "BPSX_SECRET_FILE", str, "", "path", "File that holds the job secret; readable by its owner only.", _TRUST),
+    Option("insecure", "BPSX_INSECURE", _flag, False, _FLAG, "Run without a secret although others than this machine can reach the job.", _TRUST),
+    Option("encrypt", "BPSX_ENCRYPT", _integer(0, 1), 0, _FLAG,
+           "Encrypt gradients between workers and servers, too. The same on all processes; control messages are always encrypted.", _TRUST),
 )
 
 #: Upstream's variables that mean something to BytePS and nothing to this version: set, they get a warning instead of silence.
@@ -210,6 +218,13 @@ class Config:
         """Whether servers and a scheduler take part."""
         return bool(self.size > 1 or self.force_distributed)
 
+    @property
+    def secret_bytes(self) -> bytes:
+        """The job secret; empty if there is none. Reads the file anew. Raises :class:`~bpsx.errors.ConfigError` naming what is wrong with it."""
+        if self.secret:
+            return secret.accept(self.secret, "BPSX_SECRET")
+        return secret.read(self.secret_file) if self.secret_file else b""
+
     def require(self, *fields: str) -> None:
         """Raise :class:`~bpsx.errors.ConfigError` naming the variables among ``fields`` that are not set."""
         missing = [o for o in OPTIONS if o.field in fields and getattr(self, o.field) is None]
@@ -220,6 +235,7 @@ class Config:
     def check(self) -> None:
         """Whether the values fit together for this role. Raises :class:`~bpsx.errors.ConfigError`."""
         self.require("role")
+        _ = self.secret_bytes       # what is wrong with it shall be told first
         if self.role != "worker" or self.distributed:
             self.require("root_uri", "root_port", "num_server")
             if self.num_server < 1:
@@ -299,7 +315,7 @@ def child_environment(**changes: str) -> dict[str, str]:
 
 def fingerprint(config: Config) -> dict[str, Any]:
     """The options that must be the same on all workers, to be compared at rendezvous."""
-    names = ("num_worker", "num_server", "local_size", "partition_bytes", "key_hash_fn", "hash_coefficient")
+    names = ("num_worker", "num_server", "local_size", "partition_bytes", "key_hash_fn", "hash_coefficient", "encrypt")
     return {o.env: getattr(config, o.field) for o in OPTIONS if o.field in names}
 
 
