@@ -313,6 +313,14 @@ def child_environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
+def frame_bound(config: Config | int) -> int:
+    """Bytes that one message on a data connection may have, by the options (or the value of BYTEPS_PARTITION_BYTES) of who receives it.
+
+    Without a bound a stranger could make a lane keep whatever he sends until his handshake is over time."""
+    nbytes = config if isinstance(config, int) else config.partition_bytes
+    return max(64 << 20, 2 * int(nbytes))
+
+
 def fingerprint(config: Config) -> dict[str, Any]:
     """The options that must be the same on all workers, to be compared at rendezvous."""
     names = ("num_worker", "num_server", "local_size", "partition_bytes", "key_hash_fn", "hash_coefficient", "encrypt")

@@ -39,6 +39,11 @@ def derive(secret: bytes, purpose: str, *parts: bytes | str | int) -> bytes:
     return code.digest()
 
 
+def lane_proof(secret: bytes, job: int, address: str, nonce: bytes) -> bytes:
+    """What a lane answers to a worker's random ``nonce``: 32 bytes. ``address`` is its own, so nobody can have another lane answer for it."""
+    return derive(secret, "data connection: lane's proof", job, address, nonce)
+
+
 def same(one: bytes, other: bytes) -> bool:
     """Whether two proofs are equal, in a time that does not depend on where they differ."""
     return hmac.compare_digest(one, other)

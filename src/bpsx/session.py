@@ -126,10 +126,14 @@ class Session:
     def _greet(self, link: Link) -> None:
         """Make sure that every lane can be reached, listening to the scheduler meanwhile: somebody may die right now."""
         end = time.monotonic() + self.config.rendezvous_timeout
+        addresses, secret = [address for _, address in self._lanes], self.config.secret_bytes
         while True:
-            silent = self._core.greet(0.5)
+            silent = self._core.greet(0.5, addresses, secret)
             if not silent:
                 return
+            self._look_for_broken()
+            if self._broken is not None and time.monotonic() - self._broken[0] >= VERDICT_SECONDS:
+                raise errors.RendezvousError(f"worker {self.rank}: {self._broken[1]} before it had answered; do all share BPSX_SECRET?")
             message = link.news()
             if message is not None and message["type"] == "LOST":
                 raise errors.RendezvousError(f"worker {self.rank}: {message['text']}")

@@ -20,9 +20,10 @@ REFUSED = {
     "BYTEPS_SERVER_ENGINE_THREAD": "0", "BYTEPS_SERVER_ENABLE_SCHEDULE": "2", "BYTEPS_ZMQ_NTHREADS": "x", "BPSX_SEND_BUFFER_KB": "-1",
     "BPSX_SPIN_US": "-1", "BPSX_FIXED_ORDER": "2", "BPSX_KEEP_MEMORY_MB": "1e3", "BPSX_RENDEZVOUS_TIMEOUT": "inf",
     "PS_HEARTBEAT_INTERVAL": "nan", "PS_HEARTBEAT_TIMEOUT": "-2", "BPSX_STALL_WARN_SECONDS": "0", "BPSX_DEADLOCK_SECONDS": "0",
-    "BPSX_SHUTDOWN_TIMEOUT": "soon", "BYTEPS_LOG_LEVEL": "loud", "BYTEPS_LOG_HIDE_TIME": "perhaps",
+    "BPSX_SHUTDOWN_TIMEOUT": "soon", "BYTEPS_LOG_LEVEL": "loud", "BYTEPS_LOG_HIDE_TIME": "perhaps", "BPSX_INSECURE": "2", "BPSX_ENCRYPT": "2",
 }
-FREE_TEXT = {"DMLC_PS_ROOT_URI", "DMLC_NODE_HOST", "DMLC_INTERFACE", "BPSX_CACHE_DIR", "BPSX_PORT_FILE"}
+FREE_TEXT = {"DMLC_PS_ROOT_URI", "DMLC_NODE_HOST", "DMLC_INTERFACE", "BPSX_CACHE_DIR", "BPSX_PORT_FILE", "BPSX_SECRET", "BPSX_SECRET_FILE",
+             "BYTEPS_SOCKET_PATH"}
 
 
 def test_every_option_has_a_case_here():
@@ -91,7 +92,7 @@ def test_given_values_win_and_must_exist():
 
 def test_the_fingerprint_holds_what_workers_must_share():
     assert fingerprint(Config(WORKER)).keys() == {"DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "BYTEPS_LOCAL_SIZE", "BYTEPS_PARTITION_BYTES",
-                                                  "BYTEPS_KEY_HASH_FN", "BYTEPS_BUILT_IN_HASH_COEF"}
+                                                  "BYTEPS_KEY_HASH_FN", "BYTEPS_BUILT_IN_HASH_COEF", "BPSX_ENCRYPT"}
 
 
 def test_the_reference_tells_every_option():

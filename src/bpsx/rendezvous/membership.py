@@ -12,6 +12,7 @@ from typing import Any
 
 from bpsx.config import MOST_WORKERS, wrong_options
 from bpsx.placement import Placement
+from bpsx.rendezvous.agreement import disagreement
 from bpsx.rendezvous.messages import PROTOCOL
 from bpsx.rendezvous.registry import Registry
 from bpsx.rendezvous.stall import Stalls
@@ -100,6 +101,9 @@ class Membership:
         for name, ours in (("DMLC_NUM_WORKER", self.num_worker), ("DMLC_NUM_SERVER", self.num_server)):
             if m["config"].get(name) != ours:
                 return f"{name}={m['config'].get(name)} there, {ours} at the scheduler"
+        differs = disagreement(m["role"], m["config"], ((n.role, n.config) for n in self.nodes.values()))
+        if differs:
+            return differs
         if m["role"] == "server":
             if not m["lanes"]:
                 return "a server without lanes"
