@@ -284,9 +284,11 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError:
             continue
-        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+        found = folder.stat()
+        # Who may write there decides what code runs here.
+        if os.access(folder, os.W_OK) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
             return folder
-    raise ConfigError(f"BPSX_CACHE_DIR: no writable folder of this user's for compiled kernels; tried {named or [home, str(fallback)]}")
+    raise ConfigError(f"BPSX_CACHE_DIR: no folder that this user and nobody else may write to for compiled kernels; tried {named or [home, str(fallback)]}")
 
 
 def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:
