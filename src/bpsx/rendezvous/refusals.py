@@ -18,6 +18,8 @@ log = logging.getLogger("bpsx.scheduler")
 EVENTS = REFUSED | zmq.EVENT_ACCEPTED
 EVERY_SECONDS = 10.0
 _MOST_KEPT = 4096
+_UNKNOWN = "an unknown address"
+_PATIENCE = 3
 
 
 class Refusals:
@@ -40,7 +42,7 @@ class Refusals:
         elif kind & REFUSED:
             self._failed = True                 # the same connection's end follows, with its descriptor
         elif kind == zmq.EVENT_DISCONNECTED:
-            who, failed, self._failed = self._peers.pop(value, "an unknown address"), self._failed, False
+            who, failed, self._failed = self._peers.pop(value, _UNKNOWN), self._failed, False
             if failed:
                 self._refused(who)
             return not failed
@@ -49,7 +51,8 @@ class Refusals:
     def _refused(self, who: str) -> None:
         self.count += 1
         now = time.monotonic()
-        if now < self._next:
+        # Who closes at once is gone before we have looked where he was; he comes again, and a line without an address helps nobody.
+        if now < self._next or (who == _UNKNOWN and self.count - self._told < _PATIENCE):
             return
         more = self.count - self._told - 1
         self._next, self._told = now + self._every, self.count
@@ -68,4 +71,4 @@ def _peer_of(descriptor: int) -> str:
             pass
         finally:
             borrowed.detach()
-    return "an unknown address"
+    return _UNKNOWN
