@@ -83,7 +83,8 @@ def _frames(kind: str, head: bytes, body: bytes, noise: bytes, cut: int, target:
     if kind == "random bytes":
         return [(noise * 2)[:cut]]
     if kind == "all fields":        # what passes the first look, then anything
-        return [struct.pack("<IBB", MAGIC, VERSION, 6 + noise[0] % 200) + noise[6:8] + struct.pack("<Q", target.job) + noise[16:]]
+        start = struct.pack("<IBB", MAGIC, VERSION, 6 + noise[0] % 200)
+        return [start + noise[6:8] + struct.pack("<Q", target.job) + noise[16:]]
     if kind == "second frame":
         return [head, (noise * 2)[:cut % len(body)]]
     return [head + body] if kind != "frames" else [head + body, body, body]
@@ -180,15 +181,16 @@ class Peer:
 
 
 def attack(messages: int, rounds: int, seed: int) -> dict[str, float]:
-    """What a fuzzing worker does from beginning to end; to be run with a worker's environment. The others push rank + round + 1 in each of ``rounds``.
+    """What a fuzzing worker does from beginning to end; to be run with a worker's environment. The others push rank + round + 1 in each of
+    ``rounds`` + 1.
 
     Returns counts and messages per second. Raises :class:`AssertionError` for a wrong sum."""
     config = Config(role="worker")
     peer = Peer(config, seed)
     peer.join()
     begun = time.monotonic()
-    for i in range(rounds):
-        got = peer.round(np.full(ELEMENTS, config.rank + i + 1, np.float32), messages // rounds)
+    for i in range(rounds + 1):     # the last one without garbage: when it is answered, everything before it has been read
+        got = peer.round(np.full(ELEMENTS, config.rank + i + 1, np.float32), messages // rounds if i < rounds else 0)
         want = sum(r + i + 1 for r in range(config.size))
         assert (got == want).all(), f"round {i}: {got}, not {want}; seed {seed}"
     seconds = time.monotonic() - begun

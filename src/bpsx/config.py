@@ -288,7 +288,8 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
         # Who may write there decides what code runs here.
         if os.access(folder, os.W_OK) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
             return folder
-    raise ConfigError(f"BPSX_CACHE_DIR: no folder that this user and nobody else may write to for compiled kernels; tried {named or [home, str(fallback)]}")
+    raise ConfigError(f"BPSX_CACHE_DIR: no folder that this user and nobody else may write to for compiled kernels; tried "
+                      f"{named or [home, str(fallback)]}")
 
 
 def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:

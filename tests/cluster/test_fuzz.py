@@ -26,7 +26,7 @@ _WORK = """
         import bpsx, numpy as np
         bpsx.init()
         report("running")
-        for i in range({rounds}):
+        for i in range({rounds} + 1):
             out = bpsx.push_pull(np.full(16, bpsx.rank() + i + 1, np.float32), name="fuzzed", average=False)
             assert (out == 3 * (i + 1) + 3).all(), (i, out)
             if i in ({rounds} // 3, {rounds} - 1):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from bpsx.errors import TransportError
-from bpsx.transports.door import token
+from bpsx.transports import door
 from bpsx.transports.loopback import LoopbackEndpoint
 from bpsx.transports.zeromq import ZeroMQEndpoint
 from conformance.dataplane import DataPlane
@@ -216,7 +216,7 @@ def test_a_stranger_is_not_heard(zeromq):
     context = zmq.Context()
     plain, insider = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
     insider.setsockopt(zmq.PLAIN_USERNAME, b"3")
-    insider.setsockopt(zmq.PLAIN_PASSWORD, token(b"", 77, address, 3))
+    insider.setsockopt(zmq.PLAIN_PASSWORD, door.token(b"", 77, address, 3))
     for dealer in (plain, insider):
         dealer.connect(f"tcp://{address}")
         for parts in ([b"x"], [b"", b""], [b"a"] * 9):
