@@ -91,7 +91,7 @@ def _frames(kind: str, head: bytes, body: bytes, noise: bytes, cut: int, target:
 
 
 class Peer:
-    """Worker ``config.rank`` of a job with one server and one lane. :meth:`join`, then :meth:`round` as often as the others push, then :meth:`leave`."""
+    """Worker ``config.rank`` of a job with one lane. :meth:`join`, then :meth:`round` as often as the others push, then :meth:`leave`."""
 
     def __init__(self, config: Config, seed: int) -> None:
         self.rng = np.random.default_rng(seed)

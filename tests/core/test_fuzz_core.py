@@ -32,7 +32,8 @@ def _mutant(rng: random.Random, push: w.Record) -> tuple[bytes, bytes | None]:
         return w.pack(right, version=rng.randrange(3, 256)), None
     if kind == 4:
         return w.pack(right._replace(flags=0)), rng.randbytes(rng.randrange(push.length))
-    field, most = rng.choice([("key", 2**64), ("round", 2**32), ("cookie", 2**64), ("job", 2**64), ("sender", 2**32), ("length", 2**63), ("kind", 256)])
+    field, most = rng.choice([("key", 2**64), ("round", 2**32), ("cookie", 2**64), ("job", 2**64), ("sender", 2**32), ("length", 2**63),
+                              ("kind", 256)])
     value = rng.randrange(most)
     if value == getattr(right, field) or (field == "kind" and value == w.ERROR):
         value ^= 64
