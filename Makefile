@@ -1,4 +1,4 @@
-# make demo | test | bench NAME=… | build | docs | lint | clean
+# make demo | test | fuzz | bench NAME=… | build | docs | lint | clean
 #
 # Everything runs in one environment, .venv, which `make build` makes once; it is made again only when a source file changes.
 PYTHON ?= python3
@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find src -type f ! -name '*.so' ! -path '*/__pycache__/*') meson.build pyproject.toml
 
-.PHONY: build demo test bench docs lint clean
+.PHONY: build demo test fuzz bench docs lint clean
 
 build: $(VENV)/installed
 
@@ -31,6 +31,9 @@ demo: build
 
 test: build
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+fuzz: build
+	$(BIN)/python -m pytest tests/cluster/test_fuzz.py --fuzz 1000000 -s
 
 bench: build
 	$(BIN)/python -m bench $(NAME)

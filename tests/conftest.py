@@ -14,6 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("BPSX_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "test-cache"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fuzz", type=int, default=200_000, metavar="N", help="mutated messages that a live server gets (200000; a million: make fuzz)")
+
+
 def children() -> set[int]:
     """Processes whose parent we are."""
     found = set()

@@ -61,8 +61,8 @@ class Core:
     @property
     def outstanding(self) -> int:
         """push_pulls under way."""
-    def greet(self, deadline_s: float) -> list[int]:
-        """Ask every lane whether it is there; returns those that did not answer in time. Before :meth:`start`."""
+    def greet(self, deadline_s: float, addresses: Sequence[str] = (), secret: bytes = b"") -> list[int]:
+        """Ask every lane whether it is there and knows ``secret``; returns those that did not answer rightly in time. Before :meth:`start`."""
     def start(self) -> None:
         """Start the background thread."""
     def submit(

@@ -4,6 +4,7 @@
 :class:`Core` runs the state machine of all partitions over one transport endpoint; :class:`Tensor` is what a name was declared as;
 :class:`Handle` is one push_pull under way. The work is done in ``core/*.pxd`` without the GIL; this file only hands over.
 """
+import os
 import threading
 
 cimport cython
@@ -13,9 +14,9 @@ from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memmove, memset
+from libc.string cimport memcpy, memmove, memset
 
-from bpsx.core.header cimport MAX_NAME_BYTES
+from bpsx.core.header cimport MAX_NAME_BYTES, NONCE_BYTES, PROOF_BYTES
 from bpsx.core.machine cimport Machine as CMachine
 from bpsx.core.loop cimport background, busy_ns, kick, submit, wait_for
 from bpsx.core.partition cimport MAX_STAGES, Lane, Partition, Task, Tensor as CTensor
@@ -30,6 +31,7 @@ from bpsx.core.watch cimport Watch
 from bpsx.transports.abi cimport Endpoint
 
 from bpsx import errors
+from bpsx.secret import lane_proof
 
 cdef extern from "<unistd.h>" nogil:
     int getpid()
@@ -211,15 +213,19 @@ cdef class Core:
             raise MemoryError("no memory for the lanes")
         self.tensors = set()
 
-    def greet(self, deadline_s: float) -> list:
-        """Ask every lane whether it is there; returns the lanes that did not answer in time. Before :meth:`start`;
-        may be called again to go on waiting."""
+    def greet(self, deadline_s: float, addresses=(), bytes secret=b"") -> list:
+        """Ask every lane whether it is there and knows ``secret``; returns the lanes that did not answer, or not rightly, in time. Before
+        :meth:`start`; may be called again to go on waiting. ``addresses``: of the lanes, as they know them themselves."""
+        cdef bytes nonce, proof
         cdef int64_t end = now_ns() + <int64_t>(deadline_s * 1e9)
         cdef uint32_t i
         if not self.greeted:
             self.greeted = True
             for i in range(self.c.n_lanes):
-                send_ping(&self.c, i)
+                nonce = os.urandom(NONCE_BYTES)
+                proof = lane_proof(secret, self.c.job, addresses[i], nonce)
+                memcpy(self.c.lanes[i].proof, <char *>proof, PROOF_BYTES)
+                send_ping(&self.c, i, nonce)
         while self.c.n_ready < self.c.n_lanes and now_ns() < end:
             with nogil:
                 if pump_in(&self.c) == 0:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bpsx import secret
 from bpsx.errors import ConfigError
 
 
@@ -119,7 +120,7 @@ def _default_lanes() -> int:
     return max(1, min(4, _cores() // 4))
 
 
-_JOB, _TUNE, _FAIL, _LOG, _SEE = "Job", "Tuning", "Failure", "Logging and files", "Seeing"
+_JOB, _TUNE, _FAIL, _LOG, _SEE, _TRUST = "Job", "Tuning", "Failure", "Logging and files", "Seeing", "Security"
 _LAUNCH = "Launcher"
 
 OPTIONS: tuple[Option, ...] = (
@@ -143,7 +144,6 @@ OPTIONS: tuple[Option, ...] = (
     Option("asynchronous", "BYTEPS_ENABLE_ASYNC", _flag, False, _FLAG,
            "Asynchronous training: servers hold values and add what is pushed, no worker waits for another. The same on all workers and "
            "servers. See docs/async.md.", _JOB),
-    Option("secret", "BPSX_SECRET", str, "", "text", "The job's shared secret.", _JOB),
     Option("node_host", "DMLC_NODE_HOST", str, "", "address", "Own address to listen on and advertise. Default: the one from which the "
            "scheduler is reached.", _JOB),
     Option("interface", "DMLC_INTERFACE", str, "", "interface name", "Take the own address from this interface; DMLC_NODE_HOST wins.", _JOB),
@@ -215,6 +215,13 @@ OPTIONS: tuple[Option, ...] = (
            "folder.", _LOG),
     Option("port_file", "BPSX_PORT_FILE", str, "", "path",
            "The scheduler writes its port here once it listens; the launcher reads it.", _LOG),
+    Option("secret", "BPSX_SECRET", str, "", "text of 16 to 4096 bytes",
+           "The job secret, the same for all processes of a job: who does not know it is kept out (docs/security.md). Wins over BPSX_SECRET_FILE.",
+           _TRUST),
+    Option("secret_file", "BPSX_SECRET_FILE", str, "", "path", "File that holds the job secret; readable by its owner only.", _TRUST),
+    Option("insecure", "BPSX_INSECURE", _flag, False, _FLAG, "Run without a secret although others than this machine can reach the job.", _TRUST),
+    Option("encrypt", "BPSX_ENCRYPT", _integer(0, 1), 0, _FLAG,
+           "Encrypt gradients between workers and servers, too. The same on all processes; control messages are always encrypted.", _TRUST),
     Option("state_fd", "BPSX_STATE_FD", _integer(-1, 2**20), -1, "a file descriptor; -1: none",
            "The scheduler writes there how far the job is: w (waiting), then r (running). The launcher reads it.", _LAUNCH),
     Option("visible_devices", "NVIDIA_VISIBLE_DEVICES", str, "", "all | none | void | names, comma separated",
@@ -300,6 +307,13 @@ class Config:
             return 0
         return int(self.num_server or 0)
 
+    @property
+    def secret_bytes(self) -> bytes:
+        """The job secret; empty if there is none. Reads the file anew. Raises :class:`~bpsx.errors.ConfigError` naming what is wrong with it."""
+        if self.secret:
+            return secret.accept(self.secret, "BPSX_SECRET")
+        return secret.read(self.secret_file) if self.secret_file else b""
+
     def require(self, *fields: str) -> None:
         """Raise :class:`~bpsx.errors.ConfigError` naming the variables among ``fields`` that are not set."""
         missing = [o for o in OPTIONS if o.field in fields and getattr(self, o.field) is None]
@@ -319,6 +333,7 @@ class Config:
     def check(self) -> None:
         """Whether the values fit together for this role. Raises :class:`~bpsx.errors.ConfigError`."""
         self.require("role")
+        _ = self.secret_bytes       # what is wrong with it shall be told first
         if self.trace_end <= self.trace_start:
             raise ConfigError(f"BYTEPS_TRACE_END_STEP={self.trace_end}: must be more than BYTEPS_TRACE_START_STEP={self.trace_start}")
         if self.role != "worker" or self.distributed:
@@ -368,9 +383,12 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError:
             continue
-        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+        found = folder.stat()
+        # Who may write there decides what code runs here.
+        if os.access(folder, os.W_OK) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
             return folder
-    raise ConfigError(f"BPSX_CACHE_DIR: no writable folder of this user's for compiled kernels; tried {named or [home, str(fallback)]}")
+    raise ConfigError(f"BPSX_CACHE_DIR: no folder that this user and nobody else may write to for compiled kernels; tried "
+                      f"{named or [home, str(fallback)]}")
 
 
 def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:
@@ -402,9 +420,18 @@ def child_environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
+def frame_bound(config: Config | int) -> int:
+    """Bytes that one message on a data connection may have, by the options (or the value of BYTEPS_PARTITION_BYTES) of who receives it.
+
+    Without a bound a stranger could make a lane keep whatever he sends until his handshake is over time."""
+    nbytes = config if isinstance(config, int) else config.partition_bytes
+    return max(64 << 20, 2 * int(nbytes))
+
+
 def fingerprint(config: Config) -> dict[str, Any]:
     """The options that must be the same on all workers, to be compared at rendezvous; flags as 0 or 1."""
-    names = ("num_worker", "num_server", "local_size", "local_reduce", "partition_bytes", "key_hash_fn", "hash_coefficient", "asynchronous")
+    names = ("num_worker", "num_server", "local_size", "local_reduce", "partition_bytes", "key_hash_fn", "hash_coefficient", "asynchronous",
+             "encrypt")
     values = {o.env: getattr(config, o.field) for o in OPTIONS if o.field in names}
     values |= {"DMLC_NUM_SERVER": config.servers, "BPSX_LOCAL_REDUCE": config.shares_machine}
     return {env: int(value) if isinstance(value, bool) else value for env, value in values.items()}

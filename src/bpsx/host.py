@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
+import resource
 import time
 
 from bpsx import errors
 from bpsx.config import Config
+from bpsx.secret import HOW_TO
 from bpsx.transports.address import interface_address, is_ipv6, is_loopback, own_address_towards, resolve
 
 log = logging.getLogger("bpsx.host")
@@ -20,7 +23,9 @@ def scheduler_address(config: Config) -> str:
     end = time.monotonic() + config.rendezvous_timeout
     while True:
         try:
-            return resolve(config.root_uri, config.root_port)
+            address = resolve(config.root_uri, config.root_port)
+            require_trust(config, address)
+            return address
         except OSError as e:
             if time.monotonic() + 1 >= end:
                 raise errors.RendezvousError(f"DMLC_PS_ROOT_URI={config.root_uri!r}: cannot resolve the scheduler's address: {e}") from e
@@ -41,6 +46,27 @@ def own_host(config: Config) -> str:
     except OSError as e:
         raise errors.ConfigError(f"cannot tell the own address (DMLC_INTERFACE={config.interface!r}, scheduler {config.root_uri}): {e}; "
                                  "set DMLC_NODE_HOST") from e
+
+
+def require_trust(config: Config, address: str) -> None:
+    """Refuse a job at ``address`` that others than this machine can reach and that has no secret. Raises :class:`~bpsx.errors.ConfigError`.
+
+    With ``BPSX_INSECURE=1`` it is a warning."""
+    if config.secret_bytes or is_loopback(address):
+        return
+    if not config.insecure:
+        raise errors.ConfigError(f"this {config.role} uses {address}, which others than this machine can reach, and the job has no secret: set "
+                                 f"BPSX_SECRET, the same for all processes of the job, or BPSX_SECRET_FILE ({HOW_TO}), or BPSX_INSECURE=1 if "
+                                 "everybody on the network is trusted")
+    log.warning("this %s uses %s without a job secret (BPSX_INSECURE=1): whoever can reach it can read and change the training", config.role, address)
+
+
+def allow_descriptors() -> None:
+    """Let this process have as many connections as the system allows at all."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def keep_memory(megabytes: int) -> None:

@@ -150,15 +150,16 @@ class Session:
     def _greet(self, link: Link) -> None:
         """Make sure that every lane can be reached, listening to the scheduler meanwhile: somebody may die right now."""
         end = time.monotonic() + self.config.rendezvous_timeout
+        addresses, secret = [address for _, address in self._lanes], self.config.secret_bytes
         while True:
-            silent = self._core.greet(0.5)
+            silent = self._core.greet(0.5, addresses, secret)
             if not silent:
                 connections.info("connected to %s", ", ".join(self._lane_name(i) for i in range(len(self._lanes))))
                 return
-            self._hear_of_a_loss(link)
             self._look_for_broken()
             if self._broken is not None and time.monotonic() - self._broken[0] >= VERDICT_SECONDS:
-                raise errors.RendezvousError(f"worker {self.rank}: {self._broken[1]}")
+                raise errors.RendezvousError(f"worker {self.rank}: {self._broken[1]} before it had answered; do all share BPSX_SECRET?")
+            self._hear_of_a_loss(link)
             if time.monotonic() >= end:
                 raise errors.RendezvousError(f"worker {self.rank}: no answer from " + ", ".join(self._lane_name(i) for i in silent))
 

@@ -8,6 +8,8 @@ import socket
 
 import pytest
 
+from bpsx.config import Config
+from bpsx.rendezvous.sockets import open_socket
 from jobs import Job
 
 # Steps until something happens; says what.
@@ -285,10 +287,11 @@ def _speak_zeromq_nonsense(ports: list[int]) -> None:
 
     context = zmq.Context()
     for port in ports:
-        socket_ = context.socket(zmq.DEALER)
+        # The control link's way of speaking: at the scheduler this gets in, and its nonsense with it; at a lane it is refused.
+        socket_ = open_socket(context, zmq.DEALER, Config({}))
         socket_.connect(f"tcp://127.0.0.1:{port}")
         for data in (b"", b"{}", b'{"type":"HELLO"}', b'{"type":"BYE","failure":""}', b"[" * 5000, b'{"type":"DECLARE","name":"x"}', b"\xff\xfe",
-                     b'{"type":"HELLO","protocol":1,"role":"worker","rank":0,"host":"x","pid":1,"lanes":[],"config":{}}'):
+                     b'{"type":"HELLO","protocol":2,"role":"worker","rank":0,"host":"x","pid":1,"lanes":[],"config":{}}'):
             socket_.send(data)
             socket_.send_multipart([data, data])
         socket_.close(2000)

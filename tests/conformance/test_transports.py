@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from bpsx.errors import TransportError
+from bpsx.transports import door
 from bpsx.transports.loopback import LoopbackEndpoint
 from bpsx.transports.zeromq import ZeroMQEndpoint
 from conformance.dataplane import DataPlane
@@ -22,12 +23,12 @@ def loopback_pair() -> tuple[object, object]:
     return worker, lane
 
 
-def zeromq_endpoint() -> ZeroMQEndpoint:
-    return ZeroMQEndpoint(io_threads=1, send_buffer=0, heartbeat_interval=5, heartbeat_timeout=30)
+def zeromq_endpoint(**more: object) -> ZeroMQEndpoint:
+    return ZeroMQEndpoint(io_threads=1, send_buffer=0, heartbeat_interval=5, heartbeat_timeout=30, **more)
 
 
-def zeromq_pair(host: str = "127.0.0.1") -> tuple[object, object]:
-    worker, lane = zeromq_endpoint(), zeromq_endpoint()
+def zeromq_pair(host: str = "127.0.0.1", **more: object) -> tuple[object, object]:
+    worker, lane = zeromq_endpoint(**more), zeromq_endpoint(**more)
     lane.join(77, 0)
     worker.join(77, 5)
     worker.connect(0, lane.bind(host))
@@ -37,6 +38,7 @@ def zeromq_pair(host: str = "127.0.0.1") -> tuple[object, object]:
 PAIRS: dict[str, Callable[[], tuple[object, object]]] = {
     "loopback": loopback_pair,
     "zeromq": zeromq_pair,
+    "zeromq-encrypted": lambda: zeromq_pair(secret=b"sixteen bytes, or more", encrypt=True),
     "zeromq-ipv6": lambda: zeromq_pair("::1"),
 }
 
@@ -187,8 +189,8 @@ def test_close_twice(pair):
 def zeromq():
     made = []
 
-    def make() -> ZeroMQEndpoint:
-        made.append(zeromq_endpoint())
+    def make(**more: object) -> ZeroMQEndpoint:
+        made.append(zeromq_endpoint(**more))
         return made[-1]
 
     yield make
@@ -197,29 +199,42 @@ def zeromq():
 
 
 def test_a_stranger_is_not_heard(zeromq):
-    """A peer of another job, and one that speaks ZeroMQ but not our ids, are dropped and counted; the right one is served."""
+    """A peer of another job or secret, a second one of a rank, and one without a token are turned away; who has one and speaks nonsense is dropped
+    and counted; the right one is served."""
     import zmq
 
-    lane, stranger, friend = zeromq(), zeromq(), zeromq()
+    lane, friend = zeromq(), zeromq()
     lane.join(77, 0)
     address = lane.bind("127.0.0.1")
-    stranger.join(78, 5)
-    stranger.connect(0, address)
-    friend.join(77, 5)
     s = DataPlane(lane)
-    x = DataPlane(stranger)
-    x.send(0, b"not yours", bytes(100))
+    strangers = [zeromq(), zeromq(secret=b"another secret of 16 bytes"), zeromq(encrypt=True)]
+    for stranger, job in zip(strangers, (78, 77, 77)):
+        stranger.join(job, 5)
+        stranger.connect(0, address)
+        stranger.watch()
+        DataPlane(stranger).send(0, b"not yours", bytes(100))
     context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.connect(f"tcp://{address}")
-    for parts in ([b"x"], [b"", b""], [b"a"] * 9):
-        dealer.send_multipart(parts)
-    while lane.malformed < 4:
+    plain, insider = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+    insider.setsockopt(zmq.PLAIN_USERNAME, b"3")
+    insider.setsockopt(zmq.PLAIN_PASSWORD, door.token(b"", 77, address, 3))
+    for dealer in (plain, insider):
+        dealer.connect(f"tcp://{address}")
+        for parts in ([b"x"], [b"", b""], [b"a"] * 9):
+            dealer.send_multipart(parts)
+    while lane.malformed < 3 or lane.refused < 2:
         assert s.receive(0.1) is None
+    friend.join(77, 5)
     friend.connect(0, address)
     f = DataPlane(friend)
     f.send(0, b"mine")
     assert s.receive() == (5, b"mine", None)
+    again = zeromq()
+    again.join(77, 5)
+    again.connect(0, address)
+    DataPlane(again).send(0, b"somebody has overheard a token")
+    while lane.refused < 3:
+        assert s.receive(0.1) is None
+    assert lane.malformed == 3
     context.destroy(0)
 
 

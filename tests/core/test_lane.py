@@ -52,7 +52,7 @@ class Rig:
 
     def nothing_for(self, rank: int) -> None:
         """After a round trip, the lane has sent nothing else to this worker."""
-        self.send(rank, w.Record(w.PING, sender=rank))
+        self.send(rank, w.Record(w.PING, w.INLINE, sender=rank, length=32, body=bytes(32)))
         assert [r.kind for r in self.take(rank)] == [w.PONG]
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-MAGIC, VERSION = 0x58535042, 1
+MAGIC, VERSION = 0x58535042, 2
 REGISTER, PUSH, ANSWER, ERROR, PING, PONG = 1, 2, 3, 4, 5, 6
 INLINE, BROADCAST, ASYNC = 1, 2, 4
 _FORMAT = struct.Struct("<IBBBBQQIIIIIiQQ")

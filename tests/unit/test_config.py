@@ -23,12 +23,12 @@ REFUSED = {
     "PS_HEARTBEAT_INTERVAL": "nan", "PS_HEARTBEAT_TIMEOUT": "-2", "BPSX_STALL_WARN_SECONDS": "0", "BPSX_DEADLOCK_SECONDS": "0",
     "BYTEPS_NUMA_ON": "x", "BYTEPS_NUMA_DEFAULT_QUOTA": "-1", "BYTEPS_NUMA_ROOT_QUOTA": "all", "BYTEPS_VISIBLE_CPU_CORES": "0;1",
     "BYTEPS_CPU_BLACKLIST": "3-1", "BYTEPS_MULTITHREADED_CPU": "2", "BYTEPS_ENABLE_GDB": "gdb", "BPSX_STATE_FD": "-2",
-    "BPSX_SHUTDOWN_TIMEOUT": "soon", "BYTEPS_LOG_LEVEL": "loud", "BYTEPS_LOG_HIDE_TIME": "perhaps",
+    "BPSX_SHUTDOWN_TIMEOUT": "soon", "BYTEPS_LOG_LEVEL": "loud", "BYTEPS_LOG_HIDE_TIME": "perhaps", "BPSX_INSECURE": "2", "BPSX_ENCRYPT": "2",
     "PS_VERBOSE": "3", "PS_KEY_LOG": "2", "BYTEPS_DEBUG_SAMPLE_TENSOR": "grad", "BYTEPS_SERVER_DEBUG": "2", "BYTEPS_SERVER_DEBUG_KEY": "-2",
     "BYTEPS_TELEMETRY_ON": "2", "BYTEPS_TRACE_ON": "2", "BYTEPS_TRACE_START_STEP": "0", "BYTEPS_TRACE_END_STEP": "1",
     "BPSX_METRICS_PORT": "host:port",
 }
-FREE_TEXT = {"DMLC_PS_ROOT_URI", "DMLC_NODE_HOST", "DMLC_INTERFACE", "BPSX_CACHE_DIR", "BPSX_PORT_FILE", "BPSX_SECRET",
+FREE_TEXT = {"DMLC_PS_ROOT_URI", "DMLC_NODE_HOST", "DMLC_INTERFACE", "BPSX_CACHE_DIR", "BPSX_PORT_FILE", "BPSX_SECRET", "BPSX_SECRET_FILE",
              "NVIDIA_VISIBLE_DEVICES", "BYTEPS_SOCKET_PATH", "BYTEPS_TRACE_DIR"}
 
 
@@ -99,7 +99,7 @@ def test_given_values_win_and_must_exist():
 def test_the_fingerprint_holds_what_workers_must_share():
     assert fingerprint(Config(WORKER)).keys() == {"DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "BYTEPS_LOCAL_SIZE", "BYTEPS_PARTITION_BYTES",
                                                   "BYTEPS_KEY_HASH_FN", "BYTEPS_BUILT_IN_HASH_COEF", "BPSX_LOCAL_REDUCE",
-                                                  "BYTEPS_ENABLE_ASYNC"}
+                                                  "BYTEPS_ENABLE_ASYNC", "BPSX_ENCRYPT"}
 
 
 def test_a_machine_whose_processes_sum_among_themselves_needs_no_server():

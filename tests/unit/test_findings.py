@@ -32,7 +32,7 @@ def examine(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> Rep
     ({"DMLC_NODE_HOST": "203.0.113.77"}, "nothing can listen on the own address 203.0.113.77"),
     ({"DMLC_INTERFACE": "nosuch0"}, "interface 'nosuch0' has no address or does not exist; interfaces here: "),
     ({"DMLC_NODE_HOST": "127.0.0.1", "DMLC_PS_ROOT_URI": "203.0.113.77"}, "the own address 127.0.0.1 is loopback, but the scheduler"),
-    ({"BPSX_CACHE_DIR": "/dev/null/x"}, "BPSX_CACHE_DIR: no writable folder"),
+    ({"BPSX_CACHE_DIR": "/dev/null/x"}, "BPSX_CACHE_DIR: no folder that this user"),
     ({"BYTEPS_SOCKET_PATH": "/dev/null/x"}, "BYTEPS_SOCKET_PATH: cannot make /dev/null/x"),
 ])
 def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str) -> None:

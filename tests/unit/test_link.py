@@ -11,12 +11,13 @@ from bpsx.config import Config
 from bpsx.errors import RendezvousError
 from bpsx.rendezvous import messages
 from bpsx.rendezvous.client import Link
+from bpsx.rendezvous.sockets import open_socket
 
 
 def test_a_link_that_breaks_right_after_the_welcome_is_an_error_before_anything_waits():
     """The break may be seen before the welcome is read, or after: never may the node go on as if somebody would still tell it anything."""
     context = zmq.Context()
-    hub = context.socket(zmq.ROUTER)
+    hub = open_socket(context, zmq.ROUTER, Config({}))
     port = hub.bind_to_random_port("tcp://127.0.0.1")
 
     def welcome_and_die() -> None:

@@ -22,7 +22,7 @@ def config(workers: int, servers: int, **changes) -> dict:
 
 def hello(role: str, rank: int, workers: int = 2, servers: int = 1, pid: int | None = None, **changes) -> dict:
     made_up = 100 + rank + (50 if role == "server" else 0)
-    return {"type": "HELLO", "protocol": 1, "role": role, "rank": rank, "host": "h", "pid": made_up if pid is None else pid,
+    return {"type": "HELLO", "protocol": 2, "role": role, "rank": rank, "host": "h", "pid": made_up if pid is None else pid,
             "lanes": [f"h:{rank}"] if role == "server" else [], "config": config(workers, servers), **changes}
 
 
@@ -76,7 +76,7 @@ def test_who_is_missing_is_known():
 
 @pytest.mark.parametrize(("message", "text"), [
     (hello("worker", 0, pid=7), "there is a worker 0 (h, pid 100) already"), (hello("worker", 5), "rank 5"), (hello("boss", 0), "'boss'"),
-    (hello("worker", 1, protocol=2), "protocol version 2"), (hello("worker", 1, 3), "DMLC_NUM_WORKER=3"),
+    (hello("worker", 1, protocol=3), "protocol version 3"), (hello("worker", 1, 3), "DMLC_NUM_WORKER=3"),
     (hello("server", -1, 2, 4), "DMLC_NUM_SERVER=4"),
     (hello("worker", 1, config=config(2, 0)), "set DMLC_NUM_SERVER=0 for the scheduler"),
     (hello("worker", 1, config=config(2, 1, BYTEPS_PARTITION_BYTES=8192)), "BYTEPS_PARTITION_BYTES=8192"),

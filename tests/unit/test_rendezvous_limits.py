@@ -15,6 +15,7 @@ from bpsx.config import Config
 from bpsx.partitioner import partition
 from bpsx.placement import Placement, key_of
 from bpsx.rendezvous import messages
+from bpsx.rendezvous.agreement import disagreement
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_no_introduction_upsets_a_job_that_gathers(role, changes, rank):
     if first == {b"x": "REFUSED"}:
         m.hello(b"s0", hello("server", -1, 1, 1))
         assert kinds(m.hello(b"w0", hello("worker", 0, 1, 1))) == {b"w0": "WELCOME", b"s0": "WELCOME"}
-    elif role == "worker" and m.size == 1:
+    elif role == "worker" and m.size == 1 and not disagreement("worker", message["config"], [("server", config(1, 1))]):
         assert kinds(m.hello(b"s0", hello("server", -1, 1, 1))) == {b"x": "WELCOME", b"s0": "WELCOME"}
         assert kinds(m.declare(b"x", declare("t", [5]))) == {b"x": "PLACED"}
 

@@ -7,7 +7,7 @@ from libc.string cimport memcpy, memset
 
 cdef enum:
     MAGIC = 0x58535042          # "BPSX"
-    VERSION = 1
+    VERSION = 2
     HEADER_BYTES = 64
     # Bodies up to this size are copied next to their header: 32 KiB cost about 2 us to copy, less than a message of their own costs.
     INLINE_BYTES = 32768
@@ -15,14 +15,16 @@ cdef enum:
     BATCH_BYTES = 131072
     BATCH_RECORDS = 2049        # BATCH_BYTES / HEADER_BYTES, and one that may overhang
     MAX_NAME_BYTES = 4096
+    NONCE_BYTES = 32
+    PROOF_BYTES = 32
 
 cdef enum Kind:
     REGISTER = 1                # worker -> lane: slot, key, dtype, partition bytes in `cookie`; body: the name
     PUSH = 2                    # worker -> lane: body is the worker's share; answer with the sum
     ANSWER = 3                  # lane -> worker: body is the result
     ERROR = 4                   # lane -> worker: the round failed; `divisor` holds -status, `slot` and `epoch` two ranks
-    PING = 5                    # worker -> lane: are you there, and do we mean the same job
-    PONG = 6                    # lane -> worker
+    PING = 5                    # worker -> lane: are you there, and do we mean the same job; body: NONCE_BYTES random bytes
+    PONG = 6                    # lane -> worker; body: PROOF_BYTES that only who knows the job secret can make of them
 
 cdef enum Flag:
     INLINE = 1                  # the body follows the header in the same frame

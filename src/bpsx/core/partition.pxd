@@ -4,6 +4,7 @@
 #   Lane.in_flight, Task.wire: also by the transport's thread, atomically.
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
+from bpsx.core.header cimport PROOF_BYTES
 from bpsx.core.post cimport Post
 
 cdef enum:
@@ -84,7 +85,8 @@ cdef struct Lane:
     uint32_t capacity
     int64_t in_flight           # bytes handed to the transport and not yet written out
     int64_t starved             # the driver stopped for lack of credit: who returns some must wake it
-    bint ready                  # has answered our ping
+    char proof[PROOF_BYTES]     # what its answer to our ping must hold
+    bint ready                  # has answered our ping, and rightly
 
 cdef struct Counters:
     int64_t tasks               # completed

@@ -1,8 +1,8 @@
 # From the transport to the partitions.
 from libc.stddef cimport size_t
-from libc.string cimport memcpy
+from libc.string cimport memcmp, memcpy
 
-from bpsx.core.header cimport ANSWER, ERROR, PONG, Header, next_record
+from bpsx.core.header cimport ANSWER, ERROR, PONG, PROOF_BYTES, Header, next_record
 from bpsx.core.partition cimport Partition
 from bpsx.core.stage cimport PULL, advance, fail_partition
 from bpsx.core.state cimport Core
@@ -35,6 +35,8 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
     if h.job != c.job or h.sender != c.rank:
         return -1
     if h.kind == PONG:
+        if h.length != PROOF_BYTES or memcmp(body, c.lanes[m.peer].proof, PROOF_BYTES) != 0:
+            return -1                       # it does not know the secret: no tensor goes there
         if not c.lanes[m.peer].ready:
             c.lanes[m.peer].ready = True
             c.n_ready += 1

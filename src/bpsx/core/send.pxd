@@ -4,8 +4,8 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from bpsx.core.header cimport (
-    ASYNC, BATCH_BYTES, BATCH_RECORDS, BROADCAST, DISAGREED, HEADER_BYTES, INLINE, INLINE_BYTES, PING, PUSH as K_PUSH, REGISTER, Header,
-    header_init, padded,
+    ASYNC, BATCH_BYTES, BATCH_RECORDS, BROADCAST, DISAGREED, HEADER_BYTES, INLINE, INLINE_BYTES, NONCE_BYTES, PING, PUSH as K_PUSH, REGISTER,
+    Header, header_init, padded,
 )
 from bpsx.core.partition cimport Lane, Partition, Task
 from bpsx.core.queue cimport heap_pop
@@ -212,8 +212,13 @@ cdef inline int pump_out(Core *c) noexcept nogil:
     return sent
 
 
-cdef inline int send_ping(Core *c, uint32_t peer) noexcept nogil:
+cdef inline int send_ping(Core *c, uint32_t peer, const char *nonce) noexcept nogil:
+    cdef char frame[HEADER_BYTES + NONCE_BYTES]
     cdef Header h
     header_init(&h, PING, c.job, c.rank)
     h.epoch = c.epoch
-    return c.endpoint.send(c.endpoint.self, peer, &h, HEADER_BYTES, NULL, NULL, NULL, 0, NULL, NULL)
+    h.flags = INLINE
+    h.length = NONCE_BYTES
+    memcpy(frame, &h, HEADER_BYTES)
+    memcpy(frame + HEADER_BYTES, nonce, NONCE_BYTES)
+    return c.endpoint.send(c.endpoint.self, peer, frame, HEADER_BYTES + NONCE_BYTES, NULL, NULL, NULL, 0, NULL, NULL)

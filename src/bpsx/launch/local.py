@@ -245,10 +245,10 @@ class Job:
         done = self._complete and all(child.status is not None for child in self._children if child.role == "worker")
         # In an asynchronous job the others go on without a worker.
         fatal = any(child.status and not (self._asynchronous and child.role == "worker") for child in ended)
-        forming = not self._stop and any(child.status for child in ended) and self._forming()
-        if self._stop or done or fatal or forming:
-            # Who waits for a job to form that can form no longer would wait in vain.
-            self._ending.begin(now, at_once=forming)
+        # Who waits for a job to form that can form no longer would wait in vain.
+        in_vain = not self._stop and (done or any(child.status for child in ended)) and self._forming()
+        if self._stop or done or fatal or in_vain:
+            self._ending.begin(now, at_once=in_vain)
 
     def _forming(self) -> bool:
         """Whether the scheduler is known to be waiting for others."""

@@ -21,11 +21,13 @@ from bpsx.config import Config, fingerprint
 from bpsx.errors import JobOverError, RendezvousError
 from bpsx.host import scheduler_address
 from bpsx.rendezvous import messages
-from bpsx.rendezvous.sockets import open_socket
+from bpsx.rendezvous.sockets import REFUSED, open_socket, speaks_zeromq
 from bpsx.transports.address import is_ipv6, join_host_port, tcp_url
 
 log = logging.getLogger("bpsx.link")
 TICK = 1.0
+#: Handshakes that must fail in a row before a scheduler counts as one that refuses us.
+REFUSALS = 3
 
 
 class Link:
@@ -39,11 +41,13 @@ class Link:
         self._socket = open_socket(self._context, zmq.DEALER, config)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | REFUSED)
         self._outbox: deque[bytes] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopping = False
         self._descriptor = -1       # of the connection on which the hub spoke to us
+        self._refusals = 0          # handshakes that have failed in a row
+        self._refused = False       # the end of a connection that follows is that of one which never was
         self._thread: threading.Thread | None = None
         self._early: list[dict[str, Any]] = []      # read by `news`, not for its caller
         self.goodbye = threading.Event()
@@ -80,6 +84,8 @@ class Link:
                 self._socket.send(hello)
                 if message is None:
                     continue
+            if self._refusals >= REFUSALS:
+                self._explain_refusals(who, address)
             now = time.monotonic()
             if now >= alone:
                 raise RendezvousError(f"{who}: the {self.where} is gone: its connection broke, and it has not come back for "
@@ -89,6 +95,8 @@ class Link:
                     f"{who}: the job has not come together after {self._config.rendezvous_timeout:g} s; "
                     + (f"missing: {missing}" if missing else f"no answer from the {self.where}"))
             if message is None:
+                if now < report:        # only something about the connection
+                    continue
                 report = now + 10
                 log.warning("waiting for %s", missing or f"the {self.where}")
             elif message["type"] == "STATUS":
@@ -126,8 +134,24 @@ class Link:
         found = False
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())
-            found = found or self._descriptor in (-1, event["value"])
+            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._refusals = 0
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                found = found or (not self._refused and self._descriptor in (-1, event["value"]))
+                self._refused = False
+            else:
+                self._refused = True
+                self._refusals += 1
         return found
+
+    def _explain_refusals(self, who: str, address: str) -> None:
+        """Raise :class:`RendezvousError` if it is a scheduler that breaks off our handshakes. Else it may be a proxy before one that is starting."""
+        self._refusals = 0
+        if speaks_zeromq(address, self._config.root_port):
+            given = "ours comes from " + ("BPSX_SECRET" if self._config.secret else "BPSX_SECRET_FILE")
+            raise RendezvousError(f"{who}: the {self.where} does not share our job secret "
+                                  f"({given if self._config.secret_bytes else 'we have none: set BPSX_SECRET or BPSX_SECRET_FILE'}), or it is no "
+                                  "scheduler of this version of bpsx")
 
     def news(self) -> dict[str, Any] | None:
         """A message that is there already, between :meth:`join` and :meth:`start`; LOST if the scheduler is gone."""

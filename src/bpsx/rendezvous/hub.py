@@ -19,10 +19,12 @@ from zmq.utils.monitor import parse_monitor_message
 
 from bpsx.config import Config
 from bpsx.errors import ConfigError, TransportError
+from bpsx.host import allow_descriptors, require_trust
 from bpsx.rendezvous import messages
 from bpsx.rendezvous.membership import Membership, Output, names
 from bpsx.rendezvous.metrics import Exporter
 from bpsx.rendezvous.observers import KINDS, Observers
+from bpsx.rendezvous.refusals import EVENTS, Refusals
 from bpsx.rendezvous.sockets import open_socket
 from bpsx.transports.address import is_ipv6, resolve, tcp_url
 
@@ -48,7 +50,8 @@ class Hub:
         self.port = self._bind()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._signal = ""
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | EVENTS)
+        self._refusals = Refusals()
         self._descriptors: dict[int, bytes] = {}
         self._members = Membership(
             config.num_worker, config.num_server, config.local_size, secrets.randbits(63),
@@ -66,10 +69,14 @@ class Hub:
     def _bind(self) -> int:
         host = self._config.root_uri
         try:
-            resolve(host, self._config.root_port)
+            require_trust(self._config, resolve(host, self._config.root_port))
         except OSError as e:
             self._context.destroy(0)
             raise ConfigError(f"DMLC_PS_ROOT_URI={host!r}: the scheduler cannot resolve its own address: {e}") from e
+        except ConfigError:
+            self._context.destroy(0)
+            raise
+        allow_descriptors()
         self._socket.setsockopt(zmq.IPV6, int(is_ipv6(host)))
         try:
             self._socket.bind(tcp_url(host, self._config.root_port or "*"))
@@ -86,7 +93,9 @@ class Hub:
         if self._config.port_file:
             path = Path(self._config.port_file)
             draft = path.with_name(path.name + ".new")
-            draft.write_text(f"{self.port}\n")
+            draft.unlink(missing_ok=True)
+            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+                file.write(f"{self.port}\n")
             os.replace(draft, path)
         log.info("listening on %s:%d", self._config.root_uri, self.port)
 
@@ -190,7 +199,7 @@ class Hub:
     def _read_monitor(self) -> None:
         while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))
-            ident = self._descriptors.pop(int(event["value"]), None)
+            ident = self._descriptors.pop(int(event["value"]), None) if self._refusals.event(event) else None
             if ident is not None:
                 connections.info("the connection of %s is gone", self._members.nodes.get(ident, "a former node"))
                 self._send(self._members.gone(ident, "its connection to the scheduler broke"))

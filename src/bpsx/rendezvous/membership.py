@@ -13,6 +13,7 @@ from typing import Any
 
 from bpsx.config import MOST_WORKERS, wrong_options
 from bpsx.placement import Placement
+from bpsx.rendezvous.agreement import disagreement
 from bpsx.rendezvous.joins import Joins
 from bpsx.rendezvous.messages import PROTOCOL
 from bpsx.rendezvous.registry import Registry
@@ -111,10 +112,9 @@ class Membership:
                         "and start none; or set BYTEPS_FORCE_DISTRIBUTED=1 on all workers")
             if m["config"].get(name) != ours:
                 return f"{name}={m['config'].get(name)} there, {ours} at the scheduler"
-        for other in self.nodes.values():
-            if other.config.get(_ASYNC) != m["config"].get(_ASYNC):
-                return (f"{_ASYNC}={m['config'].get(_ASYNC)} on this {m['role']}, {other.config.get(_ASYNC)} on {other}: "
-                        "must be the same on all workers and servers")
+        differs = disagreement(m["role"], m["config"], ((n.role, n.config) for n in self.nodes.values()))
+        if differs:
+            return differs
         if m["role"] == "server":
             if not m["lanes"]:
                 return "a server without lanes"

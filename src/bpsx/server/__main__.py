@@ -11,7 +11,7 @@ from typing import Any
 from bpsx.config import Config
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError, ConfigError
-from bpsx.host import keep_memory, own_host
+from bpsx.host import allow_descriptors, keep_memory, own_host, require_trust
 from bpsx.kernels import load
 from bpsx.logs import configure
 from bpsx.rendezvous.client import Link
@@ -45,6 +45,8 @@ class Server:
         config = self._config
         keep_memory(config.keep_memory)
         host = own_host(config)
+        require_trust(config, host)
+        allow_descriptors()
         endpoints = [open_endpoint(config) for _ in range(config.engine_threads)]
         link = Link(config)
         try:
@@ -75,7 +77,7 @@ class Server:
             endpoint.join(welcome["job"], i)
             lane = Lane(endpoint, job=welcome["job"], workers=welcome["workers"], processes=welcome["processes"], fixed_order=config.fixed_order,
                         asynchronous=config.asynchronous, scheduled=config.server_schedule, spin_us=config.spin_us, log=log.error,
-                        watch=self._reporter.watchers[i])
+                        watch=self._reporter.watchers[i], secret=config.secret_bytes)
             self._lanes.append(lane)
             threads.append(threading.Thread(target=self._run_lane, args=(lane,), name=f"bpsx-lane-{i}"))
         for thread in threads:

@@ -8,12 +8,14 @@ class Lane:
 
     def __init__(
         self, endpoint: Any, *, job: int, workers: int, processes: int = 1, asynchronous: bool = False, fixed_order: bool = False,
-        scheduled: bool = False, spin_us: float = 0, log: Callable[[str], object] = ..., watch: Any = None,
+        scheduled: bool = False, spin_us: float = 0, log: Callable[[str], object] = ..., watch: Any = None, secret: bytes = b"",
     ) -> None: ...
     def load(self, dtype: int) -> None:
         """Make sure that the kernels of a dtype code are there. Raises :class:`KeyError` for an unknown code."""
     def log(self, text: str) -> None:
         """Say something to people."""
+    def prove(self, nonce: bytes) -> bytes:
+        """The answer to a worker's greeting."""
     def run(self) -> None:
         """Work until stopped."""
     def gone(self, rank: int) -> None:

@@ -7,7 +7,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memset
 
-from bpsx.core.header cimport ASYNC, BROADCAST, MAX_NAME_BYTES, PING, PUSH, REGISTER, Header, next_record
+from bpsx.core.header cimport ASYNC, BROADCAST, MAX_NAME_BYTES, NONCE_BYTES, PING, PUSH, REGISTER, Header, next_record
 from bpsx.core.status cimport E_LEFT, E_MEMORY, E_PROTOCOL
 from bpsx.core.sync cimport atomic_load, atomic_store, now_ns, yield_cpu
 from bpsx.core.watch cimport Watch, watched
@@ -25,6 +25,7 @@ from bpsx.server.store cimport (
 from bpsx.transports.abi cimport Endpoint, Message
 
 from bpsx.kernels import load as load_kernels
+from bpsx.secret import lane_proof
 
 
 cdef bint load(CLane *lane, int dtype) noexcept with gil:
@@ -35,6 +36,20 @@ cdef bint load(CLane *lane, int dtype) noexcept with gil:
     except Exception as e:
         (<Lane>lane.owner).log(f"dtype code {dtype}: no kernels: {e}")
         return False
+
+
+cdef int pong(CLane *lane, Header *h, char *body) noexcept with gil:
+    """Prove to a worker that we know the job secret."""
+    cdef bytes proof
+    if h.length != NONCE_BYTES:
+        return -1
+    try:
+        proof = (<Lane>lane.owner).prove(body[:NONCE_BYTES])
+        send_pong(lane, h.sender, <char *>proof)
+        return 0
+    except Exception as e:
+        (<Lane>lane.owner).log(f"cannot answer worker {h.sender}'s greeting: {e}")
+        return -1
 
 
 cdef bint grow(CLane *lane, uint32_t slot) noexcept nogil:
@@ -262,7 +277,8 @@ cdef void handle(CLane *lane, Message *m) noexcept nogil:
             if register(lane, &h, body) != 0:
                 lane.malformed += 1
         elif h.kind == PING:
-            send_pong(lane, m.peer)
+            if pong(lane, &h, body) != 0:
+                lane.malformed += 1
         else:
             more = -1
     if more < 0:
@@ -362,10 +378,11 @@ cdef class Lane:
     """One lane over one endpoint. :meth:`run` blocks until :meth:`stop`; the other methods may be called from any thread."""
     cdef CLane c
     cdef object endpoint, capsule, logger, watch
+    cdef bytes secret
     cdef list kept
 
     def __cinit__(self, endpoint, *, uint64_t job, int workers, int processes=1, bint asynchronous=False, bint fixed_order=False,
-                  bint scheduled=False, double spin_us=0, log=print, watch=None):
+                  bint scheduled=False, double spin_us=0, log=print, watch=None, bytes secret=b""):
         memset(&self.c, 0, sizeof(CLane))
         self.endpoint = endpoint
         self.capsule = endpoint.abi()
@@ -385,6 +402,7 @@ cdef class Lane:
         self.watch = watch
         if watch is not None:
             self.c.watch = <Watch *>PyCapsule_GetPointer(watch.abi(), b"bpsx.Watch")
+        self.secret = secret
         self.kept = []
         if self.c.outs == NULL or self.c.gone == NULL or self.c.joined == NULL:
             raise MemoryError(f"no memory for {workers} workers")
@@ -404,6 +422,10 @@ cdef class Lane:
 
     def log(self, text: str) -> None:
         self.logger(text)
+
+    def prove(self, nonce: bytes) -> bytes:
+        """The answer to a worker's greeting: see :func:`bpsx.secret.lane_proof`."""
+        return lane_proof(self.secret, self.c.job, getattr(self.endpoint, "address", ""), nonce)
 
     def run(self) -> None:
         """Work until stopped. Raises :class:`MemoryError` when there is no memory for a message: somebody would wait for it for ever."""

@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from bpsx.core.header cimport ANSWER, BATCH_BYTES, ERROR, HEADER_BYTES, INLINE, INLINE_BYTES, PONG, Header, header_init, padded
+from bpsx.core.header cimport ANSWER, BATCH_BYTES, ERROR, HEADER_BYTES, INLINE, INLINE_BYTES, PONG, PROOF_BYTES, Header, header_init, padded
 from bpsx.core.status cimport E_JOINED, E_MEMORY, E_MISMATCH
 from bpsx.core.sync cimport atomic_add
 from bpsx.server.lane cimport Lane, Out
@@ -97,10 +97,11 @@ cdef inline void send_error(
     put_record(lane, rank, &h, NULL)
 
 
-cdef inline void send_pong(Lane *lane, uint32_t rank) noexcept nogil:
+cdef inline void send_pong(Lane *lane, uint32_t rank, char *proof) noexcept nogil:
     cdef Header h
     header_init(&h, PONG, lane.job, rank)
-    put_record(lane, rank, &h, NULL)
+    h.length = PROOF_BYTES
+    put_record(lane, rank, &h, proof)
 
 
 cdef inline Result *result_in(Lane *lane, Message *m, uint32_t receivers) noexcept nogil:

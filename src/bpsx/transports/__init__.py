@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from bpsx.config import TRANSPORT_NAMES, Config
+from bpsx.config import TRANSPORT_NAMES, Config, frame_bound
 from bpsx.errors import TransportError
 from bpsx.transports.base import Endpoint
 
@@ -23,5 +23,6 @@ def open_endpoint(config: Config) -> Endpoint:
     endpoint: Endpoint = getattr(import_module(module), cls)(
         io_threads=config.zmq_threads, send_buffer=config.send_buffer << 10,
         heartbeat_interval=config.heartbeat_interval, heartbeat_timeout=config.heartbeat_timeout,
+        secret=config.secret_bytes, encrypt=bool(config.encrypt), most_bytes=frame_bound(config),
     )
     return endpoint

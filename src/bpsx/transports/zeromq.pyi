@@ -5,14 +5,21 @@ from typing import Any
 class ZeroMQEndpoint:
     """One ROUTER socket with its peers. The contract is :class:`bpsx.transports.base.Endpoint`'s."""
 
-    def __init__(self, *, io_threads: int, send_buffer: int, heartbeat_interval: float, heartbeat_timeout: float) -> None:
-        """``send_buffer``: bytes, 0 to choose; the heartbeat's times are in seconds, interval 0 for none."""
+    def __init__(
+        self, *, io_threads: int, send_buffer: int, heartbeat_interval: float, heartbeat_timeout: float, secret: bytes = b"",
+        encrypt: bool = False, most_bytes: int = -1,
+    ) -> None:
+        """``send_buffer``: bytes, 0 to choose; the heartbeat's times are in seconds, interval 0 for none; ``most_bytes`` that a frame may have
+        which arrives, -1 for no bound; ``secret`` and ``encrypt`` alike on both ends."""
     @property
     def address(self) -> str:
         """``host:port`` after :meth:`bind`, else empty."""
     @property
     def wake_descriptor(self) -> int:
         """What :meth:`wake` writes to."""
+    @property
+    def refused(self) -> int:
+        """Connections turned away because they did not know the secret."""
     @property
     def malformed(self) -> int:
         """Messages dropped because their frames made no sense."""

@@ -5,8 +5,8 @@ pyzmq makes and configures the socket and closes it; in between the data path ca
 ZeroMQ is needed. Sends hand libzmq the caller's memory (``zmq_msg_init_data``), receives hand libzmq's memory to the caller.
 
 Both sides use ROUTER. A worker connects with an alias for each lane (``ZMQ_CONNECT_ROUTING_ID``), a lane binds, and each
-routing id is a tag byte, a 32-bit index (the rank of a worker, or the worker's index of a lane) and the 64-bit job id: a stray process
-that knows neither cannot take a worker's place, and two jobs never meet.
+routing id is a tag byte, a 32-bit index (the rank of a worker, or the worker's index of a lane) and the 64-bit job id. A connection shows a
+token before its first message (``door.py``), or, encrypted, can only begin with keys that come from the job secret.
 """
 import ctypes
 import os
@@ -23,7 +23,9 @@ from libc.string cimport memcmp, memcpy
 from bpsx.core.sync cimport atomic_add, atomic_load
 from bpsx.transports.abi cimport Endpoint, Message, done_fn
 
+from bpsx import secret as secrets
 from bpsx.errors import TransportError
+from bpsx.transports import door
 from bpsx.transports.address import is_ipv6, is_loopback, join_host_port, resolve, tcp_url
 
 cdef extern from "errno.h" nogil:
@@ -74,6 +76,8 @@ NEVER_MS = 10**9
 # On loopback a send buffer of this size keeps what is in flight in the caches: half as fast again as with the kernel's own tuning, which lets
 # megabytes pile up (docs/decisions/0003). Across a network the kernel knows better.
 LOOPBACK_SEND_BUFFER = 448 << 10
+BACKLOG = 4096
+KEY_PURPOSE = "data connection: lanes' key"
 
 cdef LibZmq lib
 
@@ -247,18 +251,24 @@ cdef class ZeroMQEndpoint:
     """
     cdef State state
     cdef Endpoint table
-    cdef object context, socket, monitor_socket
+    cdef object context, socket, monitor_socket, door
+    cdef bytes secret
+    cdef int rank
+    cdef bint encrypt, joined
     cdef readonly str address
     cdef dict peers
     cdef int send_buffer
     cdef bint closed
 
-    def __cinit__(self, *, int io_threads, int send_buffer, double heartbeat_interval, double heartbeat_timeout):
+    def __cinit__(self, *, int io_threads, int send_buffer, double heartbeat_interval, double heartbeat_timeout, bytes secret=b"",
+                  bint encrypt=False, int64_t most_bytes=-1):
         self.state.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
         if self.state.wake_fd < 0:
             raise OSError("eventfd: cannot create a wake-up descriptor (too many open files?)")
         self.address = ""
         self.send_buffer = send_buffer
+        self.secret = secret
+        self.encrypt = encrypt
         self.peers = {}
         self.context = zmq.Context(io_threads)
         socket = self.context.socket(zmq.ROUTER)
@@ -271,6 +281,7 @@ cdef class ZeroMQEndpoint:
         # A reconnect would lose what was in flight without a word; a broken connection is an error instead, see `lost`. Not -1, which
         # says the same: libzmq 4.3.5 then tears the pipe down between two frames of a message and aborts the process.
         socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
+        socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)
         if heartbeat_interval > 0:
             socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(heartbeat_interval * 1000)))
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(heartbeat_timeout * 1000)))
@@ -291,20 +302,54 @@ cdef class ZeroMQEndpoint:
         """Listen on ``host`` at a port that the system chooses; returns and stores ``host:port``."""
         self.socket.setsockopt(zmq.IPV6, int(is_ipv6(host)))
         self._size_buffer(host)
+        self._guard()
         try:
             self.socket.bind(tcp_url(host, "*"))
         except zmq.ZMQError as e:
             raise TransportError(f"cannot listen on {host}: {e}; name another address with DMLC_NODE_HOST") from e
         port = self.socket.getsockopt(zmq.LAST_ENDPOINT).rsplit(b":", 1)[1].strip(b"\0")
         self.address = join_host_port(host, int(port))
+        self._open()
         return self.address
 
+    def _guard(self):
+        """Let in only who knows the secret; before :meth:`bind` makes the listener, which takes the options as they are then."""
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, door.HANDSHAKE_MS)
+        self.socket.setsockopt(zmq.BACKLOG, BACKLOG)
+        self.socket.setsockopt(zmq.ZAP_DOMAIN, b"bpsx")
+        self.door = door.Door(self.context, self.secret)
+        if self.encrypt:
+            self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, secrets.curve_key(self.secret, KEY_PURPOSE))
+        else:
+            self.socket.setsockopt(zmq.PLAIN_SERVER, 1)
+
+    def _open(self):
+        """Let workers in, once it is known where we listen and for which job."""
+        if self.door is not None and self.joined and self.address:
+            self.door.open(self.state.job, self.address)
+
+    def _show(self, str address):
+        """Prove to the lane at ``address`` that we know the secret; before its connection is made."""
+        if not self.encrypt:
+            self.socket.setsockopt(zmq.PLAIN_USERNAME, str(self.rank).encode())
+            self.socket.setsockopt(zmq.PLAIN_PASSWORD, door.token(self.secret, self.state.job, address, self.rank))
+            return
+        public, own = zmq.curve_keypair()
+        self.socket.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(secrets.curve_key(self.secret, KEY_PURPOSE)))
+        self.socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        self.socket.setsockopt(zmq.CURVE_SECRETKEY, own)
+
     def join(self, uint64_t job, int rank) -> None:
-        """The job's number, and the rank under which lanes shall know this endpoint; before :meth:`connect` and the first message."""
+        """The job's number, and the rank under which lanes shall know this endpoint; before :meth:`connect` and the first message. A lane lets
+        workers in from now on."""
         cdef char routing_id[ID_BYTES]
         self.state.job = job
+        self.rank = rank
         put_id(&self.state, routing_id, rank)
         self.socket.setsockopt(zmq.ROUTING_ID, routing_id[:ID_BYTES])
+        self.joined = True
+        self._open()
 
     def connect(self, peer: int, address: str) -> None:
         """Reach the lane at ``host:port`` as peer number ``peer`` from now on."""
@@ -317,6 +362,7 @@ cdef class ZeroMQEndpoint:
             numeric = resolve(host, int(port))
             self.socket.setsockopt(zmq.IPV6, int(is_ipv6(numeric)))
             self._size_buffer(numeric)
+            self._show(address)
             self.socket.connect(tcp_url(numeric, port))
         except (OSError, zmq.ZMQError) as e:
             raise TransportError(f"cannot connect to {address}: {e}") from e
@@ -341,6 +387,11 @@ cdef class ZeroMQEndpoint:
         return self.state.wake_fd
 
     @property
+    def refused(self) -> int:
+        """Connections turned away because they did not know the secret."""
+        return 0 if self.door is None else self.door.refused
+
+    @property
     def malformed(self) -> int:
         """Messages dropped because their frames made no sense."""
         return atomic_load(&self.state.malformed)
@@ -357,6 +408,8 @@ cdef class ZeroMQEndpoint:
         if self.closed:
             return
         self.closed = True
+        if self.door is not None:
+            self.door.close()
         if self.monitor_socket is not None:
             self.socket.disable_monitor()
             self.monitor_socket.close(0)

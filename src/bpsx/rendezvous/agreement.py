@@ -1,0 +1,27 @@
+"""What a node that introduces itself must have in common with those who are there, whatever their roles. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from bpsx.config import frame_bound
+
+_ASYNC = "BYTEPS_ENABLE_ASYNC"
+
+
+def disagreement(role: str, config: Mapping[str, Any], others: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
+    """Why a node with these options cannot work with ``others``, pairs of role and options; empty if it can. All have been checked by themselves."""
+    for other, theirs in others:
+        if config["BPSX_ENCRYPT"] != theirs["BPSX_ENCRYPT"]:
+            return f"BPSX_ENCRYPT={config['BPSX_ENCRYPT']} there, {theirs['BPSX_ENCRYPT']} at a {other}: the same is needed on all processes"
+        if config.get(_ASYNC) != theirs.get(_ASYNC):
+            return f"{_ASYNC}={config.get(_ASYNC)} on this {role}, {theirs.get(_ASYNC)} on a {other}: must be the same on all workers and servers"
+        if role == other:
+            continue
+        worker, server = (config, theirs) if role == "worker" else (theirs, config)
+        sent, bound = worker["BYTEPS_PARTITION_BYTES"], frame_bound(server["BYTEPS_PARTITION_BYTES"])
+        if sent > bound:
+            return (f"a worker has BYTEPS_PARTITION_BYTES={sent}, and a server takes messages of at most {bound} bytes: set "
+                    "BYTEPS_PARTITION_BYTES on the servers, too")
+    return ""
