@@ -25,6 +25,11 @@ def run(options: argparse.Namespace) -> list[Case]:
     return [overhead(options.quick)]
 
 
+def trust_cases(quick: bool) -> list[Case]:
+    """For ``bench trust``."""
+    return [overhead(quick)]
+
+
 def overhead(quick: bool = False) -> Case:
     """Seconds of a step with all of it recorded, against seconds without, in turns of one job of 2 workers and 1 server.
 

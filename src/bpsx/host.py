@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import logging
 import resource
+import signal
 import time
 
 from bpsx import errors
@@ -67,6 +68,12 @@ def allow_descriptors() -> None:
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """What ends a scheduler or a server in good order; SIGHUP unless our caller ignores it, as ``nohup`` does."""
+    hang_up = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else ()
+    return (signal.SIGTERM, signal.SIGINT, *hang_up)
 
 
 def keep_memory(megabytes: int) -> None:

@@ -249,6 +249,8 @@ class Reporter:
                     # Not by a thread: at the end of the interpreter none can be started.
                     self._write(recording.path, recording.data, None)
             self._live = None
+            # They know the session, and it knows us: a ring that only the garbage collector would break, late.
+            self._send, self._stats = None, dict
 
     def close_on_sigterm(self) -> None:
         """Let SIGTERM, if nobody handles it, write the timelines before it ends the process. Only when one is asked for, and in the main thread."""

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from launching import FOR_EVER, HUB, JOIN, PY, SERVER, TELL, Launcher, finish, launching, local_words, python, wait_for, words
 
-WORKER = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "1", "DMLC_NUM_SERVER": "1"}
+WORKER = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "1", "DMLC_NUM_SERVER": "1", "DMLC_NUM_WORKER": "2",
+          "DMLC_WORKER_ID": "0"}
+ALONE = {**WORKER, "DMLC_NUM_WORKER": "1"}
 SHOW = "import os; e = os.environ; print(e['BYTEPS_LOCAL_RANK'], e['BYTEPS_LOCAL_SIZE'])"
 gdb = pytest.mark.skipif(shutil.which("gdb") is None, reason="no gdb here")
 
@@ -65,7 +67,7 @@ def test_all_devices_are_counted(launcher: Launcher, tmp_path: Path) -> None:
     ({"NVIDIA_VISIBLE_DEVICES": "0,1", "BYTEPS_VISIBLE_CPU_CORES": "0"}, "1 lists for 2 worker processes"),
     ({"NVIDIA_VISIBLE_DEVICES": "0,1", "BYTEPS_VISIBLE_CPU_CORES": "0:9999"}, "may not use 9999"),
     ({"NVIDIA_VISIBLE_DEVICES": "0,1", "BYTEPS_VISIBLE_CPU_CORES": "0;1"}, "BYTEPS_VISIBLE_CPU_CORES='0;1': allowed is lists"),
-    ({"NVIDIA_VISIBLE_DEVICES": "0,1", "DMLC_NUM_WORKER": "2"}, "DMLC_WORKER_ID"),
+    ({"NVIDIA_VISIBLE_DEVICES": "0,1", "DMLC_WORKER_ID": ""}, "DMLC_WORKER_ID"),
     ({"BYTEPS_ENABLE_GDB": "1", "PATH": "/nowhere"}, "BYTEPS_ENABLE_GDB=1: gdb is not on the PATH"),
 ])
 def test_a_mistake_is_named_before_anything_starts(launcher: Launcher, environment: dict[str, str], named: str) -> None:
@@ -109,8 +111,23 @@ def test_a_machine_on_its_own_brings_a_scheduler(launcher: Launcher) -> None:
 
 
 def test_who_has_servers_gets_no_scheduler(launcher: Launcher) -> None:
-    job = launcher.start(words(*python("import os; print(os.environ['DMLC_PS_ROOT_PORT'])")), {**WORKER, "NVIDIA_VISIBLE_DEVICES": "0,1"})
+    job = launcher.start(words(*python("import os; print(os.environ['DMLC_PS_ROOT_PORT'])")),
+                         {**ALONE, "NVIDIA_VISIBLE_DEVICES": "0,1", "BYTEPS_FORCE_DISTRIBUTED": "1"})
     assert finish(job) == (0, ["[worker 0.0] 1", "[worker 0.1] 1"], [])
+
+
+def test_a_machine_on_its_own_sums_without_servers_and_scheduler_of_the_users(launcher: Launcher) -> None:
+    """What BytePS' readme begins with: one machine, two GPUs, and an address at which nobody listens."""
+    total = "import numpy, bpsx; bpsx.init(); print(bpsx.push_pull(numpy.full(3, bpsx.rank() + 1.0), 'a', average=False)[-1])"
+    job = launcher.start(words(*python(total)), {**ALONE, "NVIDIA_VISIBLE_DEVICES": "0,1", "DMLC_PS_ROOT_URI": "10.0.0.1", "DMLC_INTERFACE": "eth0"})
+    assert finish(job) == (0, ["[worker 0.0] 3.0", "[worker 0.1] 3.0"], [])
+
+
+def test_a_command_that_does_not_use_bpsx_is_no_failure_on_a_machine_on_its_own(launcher: Launcher) -> None:
+    job = launcher.start(words(*python(SHOW)), {**ALONE, "NVIDIA_VISIBLE_DEVICES": "0,1"})
+    assert finish(job)[:2] == (0, ["[worker 0.0] 0 2", "[worker 0.1] 1 2"])
+    failing = launcher.start(words(*python("import os; os._exit(int(os.environ['BYTEPS_LOCAL_RANK']))")), {**ALONE, "BYTEPS_LOCAL_SIZE": "2"})
+    assert finish(failing)[0] == 1
 
 
 def test_local_with_several_processes_per_machine(launcher: Launcher) -> None:
@@ -127,13 +144,13 @@ def test_a_real_job_with_several_processes_per_machine(launcher: Launcher) -> No
 
 
 def test_local_makes_a_secret_unless_there_is_one(launcher: Launcher) -> None:
-    show = JOIN + "import hashlib; print(len(e.get('BPSX_SECRET', '')), hashlib.sha256(e.get('BPSX_SECRET', '').encode()).hexdigest()[:8])"
+    show = "import hashlib; print(len(e.get('BPSX_SECRET', '')), hashlib.sha256(e.get('BPSX_SECRET', '').encode()).hexdigest()[:8])"
     first, second = (finish(launcher.job(show, server=SERVER)) for _ in range(2))
     told = {line.split("] ")[1] for line in first[1]}
     assert len(told) == 1 and told.pop().startswith("43 ")
     assert first[1] != second[1]
-    given = finish(launcher.job(JOIN + "print(e['BPSX_SECRET'])", workers=1, environment={"BPSX_SECRET": "mine"}))
-    assert given == (0, ["[worker 0] mine"], [])
+    given = finish(launcher.job("print(e['BPSX_SECRET'])", workers=1, environment={"BPSX_SECRET": "mine, and long enough"}))
+    assert given == (0, ["[worker 0] mine, and long enough"], [])
 
 
 # Cores

@@ -49,7 +49,7 @@ def test_another_secret_is_told_soon_and_never_shown(theirs):
         assert "RendezvousError: worker 1: the scheduler at 127.0.0.1:" in said and "does not share our job secret" in said and "BPSX_SECRET" in said
         job.scheduler.wait_for_line("refused a connection from ")
         assert all(SECRET not in p.text() and (not theirs or theirs not in p.text()) for p in job.processes)
-        assert "worker 1" not in job.scheduler.text()       # it has not got in
+        assert "has come: worker 1" not in job.scheduler.text()       # it has not got in
 
 
 def test_encryption_on_one_side_only_is_told():

@@ -127,6 +127,7 @@ class Remote:
     port: int = 0
     grace: float = 10.0
     kill_after: float = 5.0
+    forgiving: bool = False
     ssh: str = "ssh"
     ssh_port: int = 0
     username: str = ""

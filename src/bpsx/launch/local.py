@@ -148,7 +148,7 @@ class Job:
         port = self._plan.port
         if scheduler := self._plan.scheduler():
             port = self._start_scheduler(scheduler)
-            self._make_record(scheduler.environment, port)
+            self._make_record(self._plan.environment("worker", 0, port), port)
         if self._stop or self._trouble:
             return None
         for process in self._plan.others(port):
@@ -308,6 +308,8 @@ class Job:
         if self._trouble:
             return self._trouble[1]
         worst = max((child.status or 0 for child in self._children), default=0)
+        if self._plan.forgiving and not self._stop and not any(child.status for child in self._children if child.role == "worker"):
+            return 0
         if self._stop:
             return worst if self._complete and self._pump.written else max(worst, 128 + self._stop[0])
         # What we ended ourselves says nothing about the cause, unless there is no other.

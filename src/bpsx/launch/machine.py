@@ -50,6 +50,7 @@ class Machine:
     grace: float = 10.0
     kill_after: float = 5.0
     port: int = 0
+    forgiving: bool = True      # the scheduler is ours; nobody has said that the command uses it
     secret: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
 
     def environment(self, role: str, local_rank: int, port: int) -> dict[str, str]:

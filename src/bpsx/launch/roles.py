@@ -59,8 +59,15 @@ class Processes(Protocol):
     def kill_after(self) -> float:
         """How long after SIGTERM SIGKILL comes."""
 
+    @property
+    def forgiving(self) -> bool:
+        """Whether workers that end well without having joined a job are no failure."""
+
     def check(self) -> None:
         """Raise ConfigError for what cannot work, before anything is started."""
+
+    def environment(self, role: str, index: int, port: int, /) -> dict[str, str]:
+        """What the ``index``-th process of ``role`` gets, with the scheduler at ``port``."""
 
     def scheduler(self) -> Process | None:
         """The scheduler, unless there is none."""
@@ -83,6 +90,7 @@ class Plan:
     grace: float = 10.0
     kill_after: float = 5.0
     processes: int = 1
+    forgiving: bool = False
     secret: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
 
     def __post_init__(self) -> None:

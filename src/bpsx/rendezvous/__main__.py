@@ -8,6 +8,7 @@ from types import FrameType
 
 from bpsx.config import Config
 from bpsx.errors import BpsxError
+from bpsx.host import ending_signals
 from bpsx.logs import configure
 from bpsx.rendezvous.hub import Hub
 
@@ -26,7 +27,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_DFL)       # a second one ends at once
         hub.interrupt(signal.Signals(number).name)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ending_signals():
         signal.signal(number, interrupt)
     hub.announce()
     return hub.run()

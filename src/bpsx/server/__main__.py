@@ -11,7 +11,7 @@ from typing import Any
 from bpsx.config import Config
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError, ConfigError
-from bpsx.host import allow_descriptors, keep_memory, own_host, require_trust
+from bpsx.host import allow_descriptors, ending_signals, keep_memory, own_host, require_trust
 from bpsx.kernels import load
 from bpsx.logs import configure
 from bpsx.rendezvous.client import Link
@@ -163,7 +163,7 @@ def main() -> int:
         configure(config, "server")
         config.check()
         server = Server(config)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ending_signals():
             signal.signal(number, lambda n, _: server.interrupt(n))
         return server.run()
     except ConfigError as e:
