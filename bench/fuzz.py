@@ -5,6 +5,7 @@ A stranger's messages never reach a lane: he is turned away in the handshake. So
 
 from __future__ import annotations
 
+import os
 import struct
 import time
 from dataclasses import dataclass
@@ -13,6 +14,10 @@ from typing import Any
 import numpy as np
 import zmq
 
+from bench import machine
+from bench.child import serve
+from bench.jobs import Job, progress
+from bench.report import BenchError, Case
 from bpsx.config import Config
 from bpsx.rendezvous.client import Link
 from bpsx.transports.door import token
@@ -185,14 +190,48 @@ def attack(messages: int, rounds: int, seed: int) -> dict[str, float]:
     ``rounds`` + 1.
 
     Returns counts and messages per second. Raises :class:`AssertionError` for a wrong sum."""
-    config = Config(role="worker")
-    peer = Peer(config, seed)
+    peer = Peer(Config(role="worker"), seed)
     peer.join()
+    found = garbage_rounds(peer, messages, rounds)
+    peer.leave()
+    return {**found, "seed": seed}
+
+
+def garbage_rounds(peer: Peer, messages: int, rounds: int) -> dict[str, float]:
+    """The part of :func:`attack` between joining and leaving."""
+    config = Config(role="worker")
     begun = time.monotonic()
     for i in range(rounds + 1):     # the last one without garbage: when it is answered, everything before it has been read
         got = peer.round(np.full(ELEMENTS, config.rank + i + 1, np.float32), messages // rounds if i < rounds else 0)
         want = sum(r + i + 1 for r in range(config.size))
-        assert (got == want).all(), f"round {i}: {got}, not {want}; seed {seed}"
-    seconds = time.monotonic() - begun
+        assert (got == want).all(), f"round {i}: {got}, not {want}"
+    return {"sent": peer.sent, "uncounted": peer.uncounted, "per_second": peer.sent / (time.monotonic() - begun)}
+
+
+def trust_cases(quick: bool) -> list[Case]:
+    """For ``bench trust``: mutated messages per second that a server with a job running survives. Raises :class:`BenchError` if it does not."""
+    messages, rounds, workers = 100_000 if quick else 1_000_000, 50, 3
+    progress(f"{messages} mutated messages")
+    environment = {"BPSX_SECRET": "the fuzzer knows it, too", "BYTEPS_SERVER_ENGINE_THREAD": "1"}
+    with Job(workers, environment=environment, modules={workers - 1: "bench.fuzz"}) as job:
+        *right, fuzzer = job.workers
+        before = machine.rss_bytes(job.servers[0].pid)
+        for worker in right:
+            worker.tell("count_up", name=NAME, elements=ELEMENTS, rounds=rounds + 1)
+        found = fuzzer.ask("attack", messages=messages, rounds=rounds, timeout=600.0)
+        if not all(worker.answer() for worker in right):
+            raise BenchError("a sum was wrong")
+        grown = (machine.rss_bytes(job.servers[0].pid) - before) / 2**20
+    return [Case("fuzz", found["per_second"], "messages/s", samples=(found["per_second"],),
+                 note=f"{found['sent']:,} mutated messages from a member, all sums right; the server grew by {grown:.1f} MiB")]
+
+
+def _child() -> None:
+    """The fuzzing worker of a benchmark's job."""
+    peer = Peer(Config(role="worker"), int.from_bytes(os.urandom(4), "little"))
+    serve({"init": peer.join, "attack": lambda messages, rounds: garbage_rounds(peer, messages, rounds)})
     peer.leave()
-    return {"sent": peer.sent, "uncounted": peer.uncounted, "per_second": peer.sent / seconds, "seed": seed}
+
+
+if __name__ == "__main__":
+    _child()

@@ -131,7 +131,9 @@ class Job:
     Without servers the workers are the processes of one machine, which sum among themselves.
     """
 
-    def __init__(self, workers: int = 2, servers: int = 1, transport: str | None = None, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, workers: int = 2, servers: int = 1, transport: str | None = None, environment: Mapping[str, str] | None = None,
+                 modules: Mapping[int, str] | None = None) -> None:
+        """``modules``: what other workers than the usual ones run, by index."""
         self._folder = tempfile.TemporaryDirectory(prefix="bpsx-bench-")
         self._stack = contextlib.ExitStack()
         self._common = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NODE_HOST": "127.0.0.1",
@@ -140,6 +142,7 @@ class Job:
         if transport is not None:
             self._common["DMLC_ENABLE_RDMA"] = transport
         self._counts = workers, servers
+        self._modules = modules or {}
         self.workers: list[Child] = []
         self.servers: list[subprocess.Popen[bytes]] = []
         self.scheduler: subprocess.Popen[bytes] | None = None
@@ -180,7 +183,7 @@ class Job:
         self.servers = [self._role("bpsx.server", "server") for _ in range(servers)]
         index = "DMLC_WORKER_ID" if servers else "BYTEPS_LOCAL_RANK"
         environments = [{**self._common, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": "0", index: str(i)} for i in range(workers)]
-        made = (Child("bench.worker", f"worker {i}", **environment) for i, environment in enumerate(environments))
+        made = (Child(self._modules.get(i, "bench.worker"), f"worker {i}", **environment) for i, environment in enumerate(environments))
         self.workers = self._stack.enter_context(closing_all(made))
         self.ask("init", timeout=_START_SECONDS)
 

@@ -91,6 +91,15 @@ def model(rounds: int, warm: int = 1) -> list[float]:
     return samples
 
 
+def count_up(name: str, elements: int, rounds: int) -> bool:
+    """Push rank + round + 1 in each round; whether all sums were right."""
+    right = True
+    for i in range(rounds):
+        got = bpsx.push_pull(np.full(elements, bpsx.rank() + i + 1, np.float32), name=name, average=False)
+        right = right and bool((got == sum(r + i + 1 for r in range(bpsx.size()))).all())
+    return right
+
+
 def spin(on: bool) -> None:
     """Start or stop a Python thread that never gives up the GIL by itself."""
     global _stop_spinning
@@ -108,5 +117,5 @@ def _spin(stop: threading.Event) -> None:
 
 
 if __name__ == "__main__":
-    serve({"init": init, "many": many, "check": check, "one": one, "steps": steps, "model": model, "spin": spin})
+    serve({"init": init, "many": many, "check": check, "one": one, "steps": steps, "model": model, "count_up": count_up, "spin": spin})
     bpsx.shutdown()

@@ -98,6 +98,7 @@ cdef inline void home(Core *c, Partition *p) noexcept nogil:
 cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
     """Publish a task's end. From here on its waiter may go on, and nobody writes to its output."""
     cdef uint32_t i
+    cdef bint stands_in = task.handle == NULL       # looked at now: whoever waits may free the task as soon as it is published
     if task.tensor.recorded:
         ended(c, task, status)
     if status == DONE:
@@ -108,14 +109,14 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
     c.outstanding -= 1
     if c.outstanding == 0:
         c.busy_total += now_ns() - c.busy_since
-    if task.handle != NULL:
+    if not stands_in:
         task.next = c.reap_first
         c.reap_first = task
     atomic_store(&task.status, status)
     if c.waiters:
         notify_all(&c.monitor)
     unlock(&c.monitor)
-    if task.handle == NULL:
+    if stands_in:
         free(task)
 
 
