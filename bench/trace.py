@@ -46,7 +46,7 @@ def overhead(quick: bool = False) -> Case:
             for on in (False, True):
                 if on:
                     observer.ask(trace=3600)
-                    time.sleep(0.2)
+                time.sleep(0.2)     # also without: after a pause the machine is not the same
                 samples[on] += [max(step) for step in zip(*job.ask("model", rounds=_STEPS))]
                 if on:
                     _stop(observer, (turn + 1) * 3)
