@@ -33,7 +33,7 @@ test: build
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 fuzz: build
-	$(BIN)/python -m pytest tests/cluster/test_fuzz.py --fuzz 1000000 -s
+	$(BIN)/python -m pytest tests/cluster/test_fuzz.py --fuzz 10000000 -s
 
 bench: build
 	$(BIN)/python -m bench $(NAME)

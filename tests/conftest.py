@@ -15,7 +15,7 @@ os.environ.setdefault("BPSX_CACHE_DIR", str(Path(__file__).parents[1] / "build" 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fuzz", type=int, default=200_000, metavar="N", help="mutated messages that a live server gets (200000; a million: make fuzz)")
+    parser.addoption("--fuzz", type=int, default=1_000_000, metavar="N", help="mutated messages that a live server gets (1000000)")
 
 
 def children() -> set[int]:

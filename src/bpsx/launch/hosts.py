@@ -17,7 +17,7 @@ from pathlib import Path
 from bpsx.config import child_environment
 from bpsx.errors import ConfigError
 from bpsx.launch.far import new_marker, request
-from bpsx.launch.roles import MODULES, Process, secret_unless_given, unbuffered, verify
+from bpsx.launch.roles import GRACE, KILL_AFTER, MODULES, Process, secret_unless_given, unbuffered, verify
 from bpsx.transports.address import is_loopback
 
 #: Variables that are handed on: ours, and those that make the same program compute the same elsewhere.
@@ -125,8 +125,8 @@ class Remote:
     worker_command: tuple[str, ...]
     address: str = ""
     port: int = 0
-    grace: float = 10.0
-    kill_after: float = 5.0
+    grace: float = GRACE
+    kill_after: float = KILL_AFTER
     forgiving: bool = False
     ssh: str = "ssh"
     ssh_port: int = 0

@@ -19,6 +19,8 @@ from bpsx.config import Config, child_environment, is_set
 from bpsx.errors import ConfigError
 from bpsx.launch import numa
 from bpsx.launch.roles import (
+    GRACE,
+    KILL_AFTER,
     LOOPBACK,
     MODULES,
     Process,
@@ -47,8 +49,8 @@ class Machine:
     size: int
     cpus: tuple[frozenset[int], ...]
     alone: bool = False
-    grace: float = 10.0
-    kill_after: float = 5.0
+    grace: float = GRACE
+    kill_after: float = KILL_AFTER
     port: int = 0
     forgiving: bool = True      # the scheduler is ours; nobody has said that the command uses it
     secret: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)

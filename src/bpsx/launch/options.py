@@ -99,8 +99,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--processes", type=_whole(1, 65535), metavar="K", help="worker processes per imitated machine (1)")
     made.add_argument("--port", "--scheduler-port", type=_whole(1, 65535), metavar="P", help="the scheduler's port (a free one)")
     made.add_argument("--grace", type=_seconds, metavar="S",
-                      help="seconds to end in (10) once one has failed, the workers are done or bpsx-run is told to stop; "
-                      "then SIGTERM, 5 s later SIGKILL")
+                      help="seconds to end in (3) once one has failed, the workers are done or bpsx-run is told to stop; "
+                      "then SIGTERM, 2 s later SIGKILL")
     made.add_argument("--version", action=_Version, nargs=0, help="print the version")
     ssh = made.add_argument_group("over ssh")
     ssh.add_argument("--hostfile", "-H", metavar="FILE", help="hosts and what they run, see below")

@@ -22,6 +22,8 @@ MODULES = {"scheduler": "bpsx.rendezvous", "server": "bpsx.server"}
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 LOOPBACK = "127.0.0.1"
+#: Once one has failed, the others have so long to end by themselves, then so long after SIGTERM: five seconds in all.
+GRACE, KILL_AFTER = 3.0, 2.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -87,8 +89,8 @@ class Plan:
     workers: int = 2
     servers: int = 1
     port: int = 0
-    grace: float = 10.0
-    kill_after: float = 5.0
+    grace: float = GRACE
+    kill_after: float = KILL_AFTER
     processes: int = 1
     forgiving: bool = False
     secret: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)

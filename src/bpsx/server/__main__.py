@@ -23,7 +23,7 @@ from bpsx.transports.base import Endpoint
 log = logging.getLogger("bpsx.server")
 connections = logging.getLogger("bpsx.connections")
 #: After a failure a server stays this long at most: workers shall hear who has died before they lose their servers too.
-LINGER_SECONDS = 3.0
+LINGER_SECONDS = 2.0
 
 
 class Server:
