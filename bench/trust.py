@@ -12,11 +12,12 @@ import sys
 import time
 from collections import defaultdict
 
+from bench import handshake as mechanisms
 from bench import machine
 from bench.failing import ROLES, STAGES, Outcome, Roles, strike
 from bench.jobs import ROOT, ask_all, progress
 from bench.report import BenchError, Case, median_case
-from bpsx.config import OPTIONS, child_environment
+from bpsx.config import child_environment
 
 #: What the issue promises: everybody has an exception this many seconds after a death can be known.
 PROMISED = 5.0
@@ -101,10 +102,13 @@ def handshakes(turns: int) -> list[Case]:
     progress("handshake")
     plain = [_joining() for _ in range(turns)]
     note = "init() of the last worker: control connection, hello, one data connection, greeting"
-    if not any(option.env == "BPSX_SECRET" for option in OPTIONS):
-        return [median_case("handshake", [1e3 * s for s in plain], "ms", note=note)]
     secret = [_joining(BPSX_SECRET="5bd6a3f0" * 8) for _ in range(turns)]
-    return [median_case("handshake", [1e3 * s for s in secret], "ms", peer=1e3 * statistics.median(plain), note=note + "; with a secret, without")]
+    cases = [median_case("handshake", [1e3 * s for s in secret], "ms", peer=1e3 * statistics.median(plain),
+                         note=note + "; with a secret, without")]
+    each = {mechanism: [1e3 * mechanisms.seconds(mechanism, 20) for _ in range(turns)] for mechanism in mechanisms.MECHANISMS}
+    bare = statistics.median(each.pop("null"))
+    return cases + [median_case(f"connection-{mechanism}", samples, "ms", peer=bare, note="one data connection and a greeting on it; without any proof")
+                    for mechanism, samples in each.items()]
 
 
 def _joining(**environment: str) -> float:

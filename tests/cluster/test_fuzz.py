@@ -1,4 +1,4 @@
-"""A live job among mutated messages: every sum stays right, nobody dies, nothing grows. ``--fuzz N`` sends N messages; ``make fuzz`` a million."""
+"""A live job among mutated messages: every sum stays right, nobody dies, nothing grows. ``--fuzz N`` sends N messages; ``make fuzz`` ten million."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 # In place wherever input and output have one type: a vectorised loop needs to know that two pointers are either one or disjoint.
 # Types whose sums need a wider accumulator (halves: float32; 8-bit integers: int32) have `start` and `finish` too, for three and
 # more workers; for the others they are NULL.
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uintptr_t
 
 # a[i] = narrow((wide(a[i]) + wide(b[i])) / divisor)
 ctypedef void (*pair_fn)(void *a, void *b, int64_t n, int64_t divisor) noexcept nogil
@@ -24,3 +24,15 @@ cdef struct Kernels:
     start_fn start
     finish_fn finish
     divide_fn divide
+
+
+cdef inline int fill_in(Kernels *k, found) except -1:
+    """Take the addresses of `found`, a bpsx.kernels.Kernels. `add` last: who looks whether the kernels are there looks at it."""
+    k.itemsize = found.itemsize
+    k.wide_itemsize = found.wide_itemsize
+    k.start = <start_fn><uintptr_t>found.start
+    k.finish = <finish_fn><uintptr_t>found.finish
+    k.pair = <pair_fn><uintptr_t>found.pair
+    k.divide = <divide_fn><uintptr_t>found.divide
+    k.add = <add_fn><uintptr_t>found.add
+    return 0

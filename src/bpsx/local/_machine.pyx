@@ -9,7 +9,7 @@ import os
 cimport cython
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stddef cimport size_t
-from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, mmap, munmap
@@ -17,7 +17,7 @@ from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, mmap, mun
 from bpsx.core.machine cimport N_DTYPES, Machine as CMachine, Neighbour
 from bpsx.core.post cimport Ring, Segment
 from bpsx.core.sync cimport atomic_load, atomic_store
-from bpsx.kernels.abi cimport Kernels, add_fn, divide_fn, finish_fn, pair_fn, start_fn
+from bpsx.kernels.abi cimport fill_in
 from bpsx.transports.abi cimport Endpoint, Message, done_fn
 
 from bpsx.errors import ConfigError
@@ -117,16 +117,9 @@ cdef class Machine:
         """Make sure that the kernels of a dtype code are there. Raises :class:`KeyError` for an unknown code."""
         if not 0 <= dtype < N_DTYPES:
             raise KeyError(dtype)
-        cdef Kernels *k = &self.c.kernels[dtype]
         found = load_kernels(dtype)
         self.kept.append(found)
-        k.itemsize = found.itemsize
-        k.wide_itemsize = found.wide_itemsize
-        k.start = <start_fn><uintptr_t>found.start
-        k.finish = <finish_fn><uintptr_t>found.finish
-        k.pair = <pair_fn><uintptr_t>found.pair
-        k.divide = <divide_fn><uintptr_t>found.divide
-        k.add = <add_fn><uintptr_t>found.add
+        fill_in(&self.c.kernels[dtype], found)
 
     def left(self, int local_rank) -> None:
         """A neighbour has left the job in good order. The core has to be woken. Any thread."""

@@ -3,7 +3,7 @@
 cimport cython
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stddef cimport size_t
-from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memset
 
@@ -11,7 +11,7 @@ from bpsx.core.header cimport ASYNC, BROADCAST, MAX_NAME_BYTES, NONCE_BYTES, PIN
 from bpsx.core.status cimport E_LEFT, E_MEMORY, E_PROTOCOL
 from bpsx.core.sync cimport atomic_load, atomic_store, now_ns, yield_cpu
 from bpsx.core.watch cimport Watch, watched
-from bpsx.kernels.abi cimport Kernels, add_fn, divide_fn, finish_fn, pair_fn, start_fn
+from bpsx.kernels.abi cimport Kernels, fill_in
 from bpsx.server.answer cimport close_round, fail_round, flush_all, let_go, send_error, send_pong
 from bpsx.server.delta cimport push_delta
 from bpsx.server.lane cimport (
@@ -409,16 +409,9 @@ cdef class Lane:
 
     def load(self, dtype: int) -> None:
         """Make sure that the kernels of a dtype code are there. Raises :class:`KeyError` for an unknown code."""
-        cdef Kernels *k = &self.c.kernels[dtype]
         found = load_kernels(dtype)
         self.kept.append(found)
-        k.itemsize = found.itemsize
-        k.wide_itemsize = found.wide_itemsize
-        k.start = <start_fn><uintptr_t>found.start
-        k.finish = <finish_fn><uintptr_t>found.finish
-        k.pair = <pair_fn><uintptr_t>found.pair
-        k.divide = <divide_fn><uintptr_t>found.divide
-        k.add = <add_fn><uintptr_t>found.add
+        fill_in(&self.c.kernels[dtype], found)
 
     def log(self, text: str) -> None:
         self.logger(text)
