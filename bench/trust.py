@@ -107,7 +107,7 @@ def handshakes(turns: int) -> list[Case]:
                          note=note + "; with a secret, without")]
     each = {mechanism: [1e3 * mechanisms.seconds(mechanism, 20) for _ in range(turns)] for mechanism in mechanisms.MECHANISMS}
     bare = statistics.median(each.pop("null"))
-    return cases + [median_case(f"connection-{mechanism}", samples, "ms", peer=bare, note="one data connection and a greeting on it; without any proof")
+    return cases + [median_case(f"connection-{mechanism}", samples, "ms", peer=bare, note="a data connection and a greeting on it; without any proof")
                     for mechanism, samples in each.items()]
 
 
