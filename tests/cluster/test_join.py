@@ -204,3 +204,25 @@ def test_a_single_worker_and_an_asynchronous_job():
         job.workers[2].wait_for_line("here")
         job.workers[2].signal(signal.SIGKILL)       # the survivors' gathering is complete without it
         assert [w.wait() for w in job.workers[:2]] == [0, 0] and [w.reports() for w in job.workers[:2]] == [[True], [True]]
+
+
+@pytest.mark.parametrize("processes, servers", [(1, 1), (3, 0)])
+def test_what_the_others_have_given_up_is_given_up_by_who_has_joined_too(processes, servers):
+    """Or it would push the old declaration some day, and the others the new one. With ``processes`` the one that has joined adds for the others."""
+    found = run("""
+        import bpsx, numpy as np
+        bpsx.init()
+        one, rank = np.ones(100, np.float32), bpsx.rank()
+        for name in "ab":
+            bpsx.push_pull(one, name)
+        if rank < 2:
+            try:
+                bpsx.push_pull(one, "ab"[rank])     # which the other one does not push
+            except bpsx.StallError:
+                report("stalled")
+        bpsx.join()
+        handles = [bpsx.push_pull_async(one, name, average=False) for name in "ab"]
+        report([float(bpsx.synchronize(h)[-1]) for h in handles])
+    """, 3, servers, processes=processes, env={"BPSX_DEADLOCK_SECONDS": "2", "BPSX_STALL_WARN_SECONDS": "1"})
+    assert [w[-1] for w in found] == [[3.0, 3.0]] * 3
+    assert sum(len(w) for w in found) > 3, "nobody was stuck"

@@ -324,6 +324,26 @@ bpsx.shutdown()
     assert f"PUSH: 3 elements, first {first}, last {last}" in job.workers[0].text()
 
 
+@pytest.mark.parametrize(("workers", "servers"), [(2, 0), (4, 1)])
+def test_values_on_a_machine_with_several_processes(workers, servers):
+    source = """
+import numpy as np, bpsx
+bpsx.init()
+for step in (1, 2):
+    bpsx.push_pull(np.full(4, step * (bpsx.rank() + 1), np.float32), name="x", average=False)
+bpsx.shutdown()
+"""
+    with Job(source, workers, servers, processes=2, env={"BYTEPS_DEBUG_SAMPLE_TENSOR": "0", "BYTEPS_LOG_HIDE_TIME": "1"}) as job:
+        job.results()
+    machine, total = {2: (3, 3), 4: (3, 10)}[workers]
+    for step in (1, 2):
+        for rank, stages in ((0, {"REDUCE": 1, "COORDINATE_BROADCAST": total, "BROADCAST": total}),
+                             (1, {"COORDINATE_REDUCE": 2, "REDUCE": machine, "BROADCAST": total} | ({"PUSH": machine, "PULL": total} if servers else {}))):
+            for stage, value in stages.items():
+                line = f"bpsx worker {rank} DEBUG: key 0 step {step} {stage}: 4 elements, first {value * step}, last {value * step}"
+                assert line in job.workers[rank].errors, job.workers[rank].text()
+
+
 def test_verbose_two_tells_of_every_message_and_one_of_connections():
     source = "import numpy as np, bpsx\nbpsx.init()\nfor _ in range(3): bpsx.push_pull(np.ones(9, np.float32), name='x')\nbpsx.shutdown()\n"
     with Job(source, env={"PS_VERBOSE": "2"}) as job:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -50,6 +52,19 @@ def test_another_secret_is_told_soon_and_never_shown(theirs):
         job.scheduler.wait_for_line("refused a connection from ")
         assert all(SECRET not in p.text() and (not theirs or theirs not in p.text()) for p in job.processes)
         assert "has come: worker 1" not in job.scheduler.text()       # it has not got in
+
+
+@pytest.mark.parametrize("theirs", [{"BPSX_SECRET": "another secret, long enough"}, {}])
+def test_who_looks_on_without_the_secret_is_told_so(theirs):
+    with Job(_UNTIL_TOLD, env={"BPSX_SECRET": SECRET}) as job:
+        job.workers[0].wait_for_line("running")
+        env = {k: v for k, v in job._env.items() if k != "BPSX_SECRET"} | theirs
+        for words in (["top", "--once"], ["trace", "--seconds", "1"]):
+            found = subprocess.run([sys.executable, "-m", "bpsx.launch", *words], env=env, capture_output=True, text=True, timeout=60)
+            assert found.returncode == 1 and "does not share our job secret" in found.stderr, found.stderr
+            assert ("we have none" in found.stderr) != bool(theirs)
+        job.workers[0].say("stop")
+        job.results()
 
 
 def test_encryption_on_one_side_only_is_told():

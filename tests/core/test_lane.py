@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 
 import ml_dtypes
@@ -300,3 +303,20 @@ def test_scheduled_takes_the_urgent_first(rig):
             r.push(rank, slot, bytes(BIG), priority=slot)
     got = [r.take(0)[0].key for _ in range(20)]
     assert sorted(got) == [100 + s for s in range(20)]
+
+
+def test_a_message_is_not_read_any_more_once_its_round_has_let_it_go():
+    """The C library overwrites what is freed here, so that whoever reads it ends badly."""
+    subprocess.run([sys.executable, "-c", """
+import sys
+sys.path[:0] = %r
+from core.test_lane import BIG, Rig
+rig = Rig(1)
+rig.register(0, BIG)
+for i in range(20):
+    rig.push(0, 0, bytes(BIG), round_=i)
+    assert rig.take(0)[0].round == i
+malformed = rig.lane.counters()["malformed"]
+rig.close()
+sys.exit(malformed)
+    """ % sys.path], check=True, timeout=120, env={**os.environ, "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.perturb=165"})

@@ -311,3 +311,12 @@ def test_with_a_server_the_machine_pushes_once_and_in_its_own_name(make):
     reply = np.full(100, 2.5, np.float32).tobytes()
     ours.endpoints[1].inject(0, w.pack(w.Record(w.ANSWER, w.INLINE, 3, 7, push.key, 0, 1, 0, push.round, 0, 0, push.cookie, 400, reply)))
     assert all((h.wait(20) == 2.5).all() for h in handles)
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_an_empty_tensor_without_an_address_is_broadcast(make, root):
+    """Frameworks give an empty tensor no memory; that is no worker that has joined."""
+    ours = make()
+    handles = [ours.cores[i].submit(ours.tensor(i, 0), (0, 0) if i == root else None, (0, 0), divisor=2 + root, broadcast=True) for i in range(2)]
+    for handle in handles:
+        handle.wait(20)

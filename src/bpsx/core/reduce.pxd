@@ -250,7 +250,7 @@ cdef inline int choose_broadcast(Core *c, Partition *p) noexcept nogil:
         p.result_owner = owner
         p.result_offset = p.shares[owner].offset
         p.target = p.source
-    elif p.tensor.current.input == NULL:
+    elif p.tensor.current.handle == NULL:       # a stand-in; the input of an empty tensor may be NULL, too
         return E_JOINED
     elif m.alone and p.length and p.source != p.target:
         memcpy(p.target, p.source, p.length)

@@ -8,7 +8,8 @@ from bpsx.core.sync cimport now_ns
 from bpsx.core.watch cimport STAGE_NAMES, TOTAL, put, recording, say, say_values, wants_values
 
 cdef enum:
-    LAST_OF_INPUT = 7           # up to PUSH the values are the worker's own, afterwards the result
+    LAST_OF_SOURCE = 7          # up to PUSH the values are what this worker, or its machine, gives; afterwards the result
+    COORDINATE_BROADCAST = 11   # the result is there, in shared memory, but not copied out yet
 
 
 cdef inline void began(Core *c, Tensor *tensor) noexcept nogil:
@@ -24,7 +25,6 @@ cdef inline void began(Core *c, Tensor *tensor) noexcept nogil:
 cdef inline void passed(Core *c, Partition *p) noexcept nogil:
     """A partition is done with its present stage and goes on to the next."""
     cdef Tensor *tensor = p.tensor
-    cdef Task *task = tensor.current
     cdef uint32_t stage = tensor.stages[p.stage]
     cdef char *values
     cdef int64_t now
@@ -32,10 +32,9 @@ cdef inline void passed(Core *c, Partition *p) noexcept nogil:
         now = now_ns()
         put(c.watch, <unsigned char>stage, tensor.recorded, p.key, tensor.step, p.entered_ns, now, p.length, 0, 0)
         p.entered_ns = now
-    if wants_values(c.watch, p.key) and task != NULL:
-        values = task.input if stage <= LAST_OF_INPUT else task.output
-        say_values(c.watch.who, c.watch.show_time, c.watch.stages[stage % STAGE_NAMES], p.key, tensor.step, tensor.dtype,
-                   values + p.offset if values != NULL else NULL, p.length)
+    if wants_values(c.watch, p.key) and tensor.current != NULL:
+        values = p.source if stage <= LAST_OF_SOURCE or stage == COORDINATE_BROADCAST else p.target
+        say_values(c.watch.who, c.watch.show_time, c.watch.stages[stage % STAGE_NAMES], p.key, tensor.step, tensor.dtype, values, p.length)
 
 
 cdef inline void ended(Core *c, Task *task, int status) noexcept nogil:

@@ -19,7 +19,7 @@ from bpsx.errors import ConfigError, RendezvousError
 from bpsx.host import scheduler_address
 from bpsx.launch import record
 from bpsx.rendezvous import messages
-from bpsx.rendezvous.sockets import open_socket
+from bpsx.rendezvous.sockets import REFUSALS, REFUSED, no_secret_in_common, open_socket, speaks_zeromq
 from bpsx.transports.address import is_ipv6, join_host_port, tcp_url
 
 #: How long a scheduler may take to answer, and nodes to write their timelines. Seconds.
@@ -55,9 +55,11 @@ class Observer:
     def __init__(self, config: Config) -> None:
         """Raises :class:`~bpsx.errors.RendezvousError` if the scheduler's name cannot be resolved."""
         self.where = join_host_port(config.root_uri, config.root_port)
-        address = scheduler_address(config)
+        self._config, self._refusals = config, 0
+        self._address = address = scheduler_address(config)
         self._context: zmq.Context[Any] = zmq.Context(1)
         self._socket = open_socket(self._context, zmq.DEALER, config)
+        self._monitor = self._socket.get_monitor_socket(REFUSED)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.IPV6, int(is_ipv6(address)))
         self._socket.connect(tcp_url(address, config.root_port))
@@ -73,8 +75,7 @@ class Observer:
         self._socket.send(messages.encode("OBSERVE", protocol=messages.PROTOCOL, trace=trace))
         end = time.monotonic() + timeout
         while True:
-            if not self._socket.poll(max(0, int((end - time.monotonic()) * 1000))):
-                raise RendezvousError(f"no answer from a scheduler at {self.where} within {timeout:g} s")
+            self._await_answer(end, timeout)
             try:
                 message = messages.decode(self._socket.recv())
             except messages.BadMessage as e:
@@ -84,7 +85,24 @@ class Observer:
             if message["type"] == "VIEW":
                 return message
 
+    def _await_answer(self, end: float, timeout: float) -> None:
+        """Wait until there is a message. Raises :class:`~bpsx.errors.RendezvousError` at the ``end``, or soon if the scheduler does not let us in."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        while not self._socket.poll(0):
+            if not poller.poll(max(0, int((end - time.monotonic()) * 1000))):
+                raise RendezvousError(f"no answer from a scheduler at {self.where} within {timeout:g} s")
+            while self._monitor.poll(0):
+                self._monitor.recv_multipart()
+                self._refusals += 1
+            if self._refusals >= REFUSALS:
+                self._refusals = 0
+                if speaks_zeromq(self._address, self._config.root_port):
+                    raise RendezvousError(f"the scheduler at {self.where} {no_secret_in_common(self._config)}")
+
     def close(self) -> None:
+        self._socket.disable_monitor()
         self._context.destroy(0)
 
     def __enter__(self) -> Observer:

@@ -21,13 +21,11 @@ from bpsx.config import Config, fingerprint
 from bpsx.errors import JobOverError, RendezvousError
 from bpsx.host import scheduler_address
 from bpsx.rendezvous import messages
-from bpsx.rendezvous.sockets import REFUSED, open_socket, speaks_zeromq
+from bpsx.rendezvous.sockets import REFUSALS, REFUSED, no_secret_in_common, open_socket, speaks_zeromq
 from bpsx.transports.address import is_ipv6, join_host_port, tcp_url
 
 log = logging.getLogger("bpsx.link")
 TICK = 1.0
-#: Handshakes that must fail in a row before a scheduler counts as one that refuses us.
-REFUSALS = 3
 
 
 class Link:
@@ -148,10 +146,7 @@ class Link:
         """Raise :class:`RendezvousError` if it is a scheduler that breaks off our handshakes. Else it may be a proxy before one that is starting."""
         self._refusals = 0
         if speaks_zeromq(address, self._config.root_port):
-            given = "ours comes from " + ("BPSX_SECRET" if self._config.secret else "BPSX_SECRET_FILE")
-            raise RendezvousError(f"{who}: the {self.where} does not share our job secret "
-                                  f"({given if self._config.secret_bytes else 'we have none: set BPSX_SECRET or BPSX_SECRET_FILE'}), or it is no "
-                                  "scheduler of this version of bpsx")
+            raise RendezvousError(f"{who}: the {self.where} {no_secret_in_common(self._config)}")
 
     def news(self) -> dict[str, Any] | None:
         """A message that is there already, between :meth:`join` and :meth:`start`; LOST if the scheduler is gone."""

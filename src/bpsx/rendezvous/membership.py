@@ -263,7 +263,9 @@ class Membership:
                 "in code that all of them reach?")
         for key in described:
             self.registry.fail(*key, -4, text)
-        return [(w.ident, {"type": "FAILED", "tensors": [list(k) for k in described], "status": -4, "text": text}) for w in live]
+        # Who has joined, too: it would push this declaration again some day, and a machine's root may be standing in for its neighbours.
+        return [(w.ident, {"type": "FAILED", "tensors": [list(k) for k in described], "status": -4, "text": text})
+                for w in self._of("worker") if not w.left]
 
     # ---- going
 

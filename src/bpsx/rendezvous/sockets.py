@@ -23,6 +23,8 @@ HANDSHAKE_MS = 10_000
 #: How long the kernel's queue of connections may be that we have not accepted yet; it has its own, lower bound on some machines.
 BACKLOG = 4096
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+#: Handshakes that must fail in a row before a scheduler counts as one that refuses us.
+REFUSALS = 3
 _PURPOSE = "control link: scheduler's key"
 _SIGNATURE = b"\xff\0\0\0\0\0\0\0\x01\x7f"       # how every ZeroMQ peer begins
 
@@ -67,3 +69,10 @@ def speaks_zeromq(host: str, port: int, timeout: float = 2.0) -> bool:
             return found == _SIGNATURE
     except OSError:
         return False
+
+
+def no_secret_in_common(config: Config) -> str:
+    """What to tell people about a scheduler that breaks off our handshakes, after its name."""
+    given = "ours comes from " + ("BPSX_SECRET" if config.secret else "BPSX_SECRET_FILE")
+    return (f"does not share our job secret ({given if config.secret_bytes else 'we have none: set BPSX_SECRET or BPSX_SECRET_FILE'}), or it is no "
+            "scheduler of this version of bpsx")

@@ -281,6 +281,8 @@ cdef void handle(CLane *lane, Message *m) noexcept nogil:
                 lane.malformed += 1
         else:
             more = -1
+        if kept:
+            break           # the last record, and the message may have been answered and let go with its round already
     if more < 0:
         lane.malformed += 1
     if not kept:
