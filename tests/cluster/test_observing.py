@@ -337,8 +337,8 @@ bpsx.shutdown()
         job.results()
     machine, total = {2: (3, 3), 4: (3, 10)}[workers]
     for step in (1, 2):
-        for rank, stages in ((0, {"REDUCE": 1, "COORDINATE_BROADCAST": total, "BROADCAST": total}),
-                             (1, {"COORDINATE_REDUCE": 2, "REDUCE": machine, "BROADCAST": total} | ({"PUSH": machine, "PULL": total} if servers else {}))):
+        root = {"COORDINATE_REDUCE": 2, "REDUCE": machine, "BROADCAST": total} | ({"PUSH": machine, "PULL": total} if servers else {})
+        for rank, stages in ((0, {"REDUCE": 1, "COORDINATE_BROADCAST": total, "BROADCAST": total}), (1, root)):
             for stage, value in stages.items():
                 line = f"bpsx worker {rank} DEBUG: key 0 step {step} {stage}: 4 elements, first {value * step}, last {value * step}"
                 assert line in job.workers[rank].errors, job.workers[rank].text()

@@ -6,6 +6,7 @@ import socket
 import stat
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -165,3 +166,25 @@ def test_files_are_private(tmp_path):
     for path in tmp_path.rglob("*"):
         top = path.relative_to(tmp_path).parts[0]
         assert not (tmp_path / top).stat().st_mode & 0o077, f"others may enter {top}"
+
+
+class _SlowServers(Job):
+    """Servers that still compile when the job is complete, for longer than a handshake may take."""
+
+    def command(self, name: str, words: list[str]) -> list[str]:
+        source = """
+            import sys, time
+            from bpsx.transports import door
+            door.HANDSHAKE_MS = 2000
+            from bpsx.server import __main__ as server
+            load = server.load
+            server.load = lambda code: (time.sleep(6), load(code))
+            sys.exit(server.main())
+        """
+        return [sys.executable, "-c", textwrap.dedent(source)] if name.startswith("server") else words
+
+
+@pytest.mark.parametrize("encrypt", ["0", "1"])
+def test_workers_are_let_in_while_a_server_still_compiles(encrypt):
+    with _SlowServers(_SUM, env={"BPSX_SECRET": SECRET, "BPSX_ENCRYPT": encrypt}) as job:
+        assert job.results() == [[2.0], [2.0]]

@@ -307,9 +307,9 @@ def test_scheduled_takes_the_urgent_first(rig):
 
 def test_a_message_is_not_read_any_more_once_its_round_has_let_it_go():
     """The C library overwrites what is freed here, so that whoever reads it ends badly."""
-    subprocess.run([sys.executable, "-c", """
+    subprocess.run([sys.executable, "-c", f"""
 import sys
-sys.path[:0] = %r
+sys.path[:0] = {sys.path!r}
 from core.test_lane import BIG, Rig
 rig = Rig(1)
 rig.register(0, BIG)
@@ -319,4 +319,4 @@ for i in range(20):
 malformed = rig.lane.counters()["malformed"]
 rig.close()
 sys.exit(malformed)
-    """ % sys.path], check=True, timeout=120, env={**os.environ, "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.perturb=165"})
+    """], check=True, timeout=120, env={**os.environ, "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.perturb=165"})

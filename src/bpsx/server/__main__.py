@@ -55,6 +55,8 @@ class Server:
             warm_up.start()
             self._link = link
             welcome = link.join("server", -1, host, [e.bind(host) for e in endpoints])
+            for i, endpoint in enumerate(endpoints):    # before anything that takes time: workers are at the door, and do not wait there for long
+                endpoint.join(welcome["job"], i)
             warm_up.join()
             self._joined = True
             self._reporter = Reporter(config, "server", welcome["rank"], host, writers=len(endpoints), workers=welcome["workers"],
@@ -74,7 +76,6 @@ class Server:
         config = self._config
         threads = []
         for i, endpoint in enumerate(endpoints):
-            endpoint.join(welcome["job"], i)
             lane = Lane(endpoint, job=welcome["job"], workers=welcome["workers"], processes=welcome["processes"], fixed_order=config.fixed_order,
                         asynchronous=config.asynchronous, scheduled=config.server_schedule, spin_us=config.spin_us, log=log.error,
                         watch=self._reporter.watchers[i], secret=config.secret_bytes)
