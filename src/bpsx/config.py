@@ -368,7 +368,7 @@ def _complain(source: Mapping[str, str]) -> Iterable[str]:
         if name in NOT_USED:
             yield f"{name} is a BytePS variable that has no effect in this version of bpsx"
         elif name.startswith(("BYTEPS_", "BPSX_")) and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = difflib.get_close_matches(name, known - {"BPSX_INSECURE"}, n=1)     # nobody shall switch that on by a guess
             yield f"{name} is not a known option" + (f"; did you mean {near[0]}?" if near else "")
 
 

@@ -21,7 +21,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 def scheduler_address(config: Config) -> str:
     """The scheduler's address as a number. A name that does not resolve yet, as of a pod that is still starting, is tried until the
     rendezvous deadline; then :class:`~bpsx.errors.RendezvousError`."""
-    end = time.monotonic() + config.rendezvous_timeout
+    now = time.monotonic()
+    end, report = now + config.rendezvous_timeout, now + 5
     while True:
         try:
             address = resolve(config.root_uri, config.root_port)
@@ -30,6 +31,9 @@ def scheduler_address(config: Config) -> str:
         except OSError as e:
             if time.monotonic() + 1 >= end:
                 raise errors.RendezvousError(f"DMLC_PS_ROOT_URI={config.root_uri!r}: cannot resolve the scheduler's address: {e}") from e
+            if time.monotonic() >= report:
+                report = time.monotonic() + 10
+                log.warning("DMLC_PS_ROOT_URI=%s: cannot resolve the scheduler's address yet: %s", config.root_uri, e)
         time.sleep(1)
 
 
@@ -44,6 +48,8 @@ def own_host(config: Config) -> str:
         if config.interface:
             return interface_address(config.interface, bool(config.root_uri) and is_ipv6(scheduler_address(config)))
         return own_address_towards(scheduler_address(config), config.root_port)
+    except errors.RendezvousError:
+        raise
     except OSError as e:
         raise errors.ConfigError(f"cannot tell the own address (DMLC_INTERFACE={config.interface!r}, scheduler {config.root_uri}): {e}; "
                                  "set DMLC_NODE_HOST") from e

@@ -5,6 +5,7 @@ The control thread drives it (:meth:`Reporter.handle`, :meth:`Reporter.tick`); t
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import signal
@@ -80,7 +81,7 @@ class Reporter:
         """``writers``: cores or lanes of this process; ``workers``: who speaks to this server, each for ``processes`` of a machine."""
         self._config = config
         self._processes = processes
-        self._about = {"role": role, "rank": rank, "host": host, "pid": os.getpid()}
+        self._about = {"role": role, "rank": rank, "host": host, "pid": os.getpid(), "job": f"{os.getpid()}-{time.time_ns():x}"}
         sub = str(config.local_rank) if role == "worker" else f"server-{rank}"
         self._path = Path(config.trace_dir or "traces").absolute() / sub / timeline.FILE
         sample = config.sample_tensor if role == "worker" else config.server_debug_key if config.server_debug else None
@@ -106,8 +107,9 @@ class Reporter:
         self._next_burst = 0.0
         self._expected = 0                      # answers of the present burst
 
-    def attach(self, send: Send, stats: Callable[[], dict[str, Any]]) -> None:
-        """From now on there is a link to the scheduler. ``stats`` returns numbers by name."""
+    def attach(self, send: Send, stats: Callable[[], dict[str, Any]], job: int) -> None:
+        """From now on there is a link to the scheduler of job ``job``. ``stats`` returns numbers by name."""
+        self._about["job"] = hashlib.sha256(f"timeline of {job}".encode()).hexdigest()[:12]     # the number itself is nobody's business
         self._send, self._stats = send, stats
         if self._window is not None:
             self._ask_burst(time.monotonic())       # now: the job may be over before the first tick
@@ -294,7 +296,7 @@ class Reporter:
                  "dropped": sum(w.lost for w in self.watchers)}
         try:
             made = timeline.events(list(timeline.unpack(data)), self.names, estimates)
-            timeline.write(path, timeline.document(made, about))
+            path = timeline.write_own(path, timeline.document(made, about), about)
         except OSError as e:
             log.error("cannot write the timeline %s (BYTEPS_TRACE_DIR): %s", path, e)
             return

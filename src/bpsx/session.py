@@ -124,7 +124,7 @@ class Session:
             raise
         self._link = link
         self._core.start()
-        self.reporter.attach(link.send, lambda: {**self._core.counters(), **self._core.gauges()})
+        self.reporter.attach(link.send, lambda: {**self._core.counters(), **self._core.gauges()}, welcome["job"])
         link.start(self._handle, lost=self._peer_lost, tick=self._tick, watch=watched)
 
     def _open(self, welcome: dict[str, Any], link: Link) -> None:

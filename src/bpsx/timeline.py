@@ -101,15 +101,53 @@ def document(made: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> str
 
 
 def write(path: Path, text: str) -> None:
-    """Write the file whole or not at all: who dies half-way leaves the one that was there. Raises :class:`OSError`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write the file whole or not at all: who dies half-way leaves the one that was there. File and new folders are the user's alone.
+
+    Raises :class:`OSError`.
+    """
+    _make_folder(path.parent)
     draft = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        draft.write_text(text)
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
+            file.write(text)
         os.replace(draft, path)
     except OSError:
         draft.unlink(missing_ok=True)
         raise
+
+
+def _make_folder(folder: Path) -> None:
+    for each in reversed([folder, *folder.parents]):
+        if not each.is_dir():
+            each.mkdir(mode=0o700, exist_ok=True)
+
+
+def write_own(path: Path, text: str, about: dict[str, Any]) -> Path:
+    """:func:`write`, unless another process of the same job has its timeline at ``path``: machines that share a file system have equal local
+    ranks. Then it goes to a folder named after the role and rank. Returns the path. Raises :class:`OSError`."""
+    elsewhere = path.parent.with_name(f"{about['role']}-{about['rank']}") / path.parent.name / path.name
+    claim = path.with_name(f".{path.name}.{about['job']}")
+    _make_folder(path.parent)
+    try:
+        os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except FileExistsError:         # somebody of this job is writing there at this moment
+        write(elsewhere, text)
+        return elsewhere
+    try:
+        where = elsewhere if _of_another(path, about) else path
+        write(where, text)
+        return where
+    finally:
+        claim.unlink(missing_ok=True)
+
+
+def _of_another(path: Path, about: dict[str, Any]) -> bool:
+    """Whether there is the timeline of another process of this very job."""
+    try:
+        found = json.loads(path.read_text())["otherData"]
+        return bool(found["job"] == about["job"] and (found["role"], found["rank"]) != (about["role"], about["rank"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def merge(folder: Path) -> dict[str, Any]:
@@ -119,8 +157,13 @@ def merge(folder: Path) -> dict[str, Any]:
     """
     found: dict[tuple[int, int], list[dict[str, Any]]] = {}
     titles: dict[tuple[int, int], str] = {}
+    jobs: dict[str, Path] = {}
     for path in sorted(folder.rglob("comm*.json")):
         made, about = _read(path)
+        jobs.setdefault(str(about.get("job", "")), path)
+        if len(jobs) > 1:
+            first, second = jobs.values()
+            raise ValueError(f"{folder}: {first} and {second} are of different jobs: merge a folder that holds one job's timelines")
         who = (0 if about["role"] == "worker" else 1, int(about["rank"]))
         found.setdefault(who, []).extend(made)
         titles[who] = f"{about['role']} {about['rank']} ({about.get('host', '?')}, pid {about.get('pid', '?')})"

@@ -116,7 +116,7 @@ def test_a_joined_worker_is_not_blamed_for_a_stall():
             except bpsx.StallError as e:
                 report(str(e))
         bpsx.join()
-    """, workers=3, env={"BPSX_DEADLOCK_SECONDS": "3", "BPSX_STALL_WARN_SECONDS": "1"}) as job:
+    """, workers=3, env={"BPSX_DEADLOCK_SECONDS": "6", "BPSX_STALL_WARN_SECONDS": "3"}) as job:
         _, one, two = job.results()
         assert one == two and "worker 1 waits for 'left'" in one[0] and "worker 2 waits for 'right'" in one[0] and "worker 0" not in one[0]
         assert "not pushed by worker 2" in job.workers[1].text() and "by worker 0" not in job.workers[1].text() + job.workers[2].text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 from collections import defaultdict
@@ -78,6 +79,20 @@ def test_the_file_is_there_while_the_job_runs_on(tmp_path):
             w.say("")
         job.results()
     assert len(load(tmp_path / "worker-0/0/comm.json")) == 12
+
+
+def test_two_machines_that_share_a_folder_do_not_overwrite_each_other(tmp_path):
+    """Their local ranks are equal; a second job in the same folder begins anew."""
+    env = {**tracing(tmp_path)["env"], "BYTEPS_TRACE_DIR": str(tmp_path)}
+    for _ in range(2):
+        with Job(STEPS + "step(); step()\n", env=env) as job:
+            job.results()
+        found = files(tmp_path)
+        assert len(found) == 3 and {"0/comm.json", "server-0/comm.json"} < set(found), found
+        assert any(name in ("worker-0/0/comm.json", "worker-1/0/comm.json") for name in found), found
+        assert all(stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600 for name in found)
+        for name in found:
+            (tmp_path / name).unlink() if name.startswith("worker") else None
 
 
 @pytest.mark.parametrize("way", ["exception", "sigterm"])

@@ -247,7 +247,10 @@ class Job:
         fatal = any(child.status and not (self._asynchronous and child.role == "worker") for child in ended)
         # Who waits for a job to form that can form no longer would wait in vain.
         in_vain = not self._stop and (done or any(child.status for child in ended)) and self._forming()
-        if self._stop or done or fatal or in_vain:
+        early = [child for child in ended if child.role == "worker" and not child.status and not done and not self._stop and self._forming()]
+        for child in early:
+            self._pump.say(f"{child.name} has ended (status 0) without joining the job, which cannot form without it")
+        if self._stop or done or fatal or in_vain or early:
             self._ending.begin(now, at_once=in_vain)
 
     def _forming(self) -> bool:

@@ -57,7 +57,8 @@ class Link:
 
         Raises :class:`RendezvousError` when the scheduler refuses, or at the deadline, naming who is missing.
         """
-        end = time.monotonic() + self._config.rendezvous_timeout
+        # A little later than the scheduler, whose list of who is missing is better than ours.
+        end = time.monotonic() + self._config.rendezvous_timeout + 1
         address = scheduler_address(self._config)
         self.address = join_host_port(address, self._config.root_port)
         self._socket.setsockopt(zmq.IPV6, int(is_ipv6(address)))

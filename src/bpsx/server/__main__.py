@@ -61,7 +61,7 @@ class Server:
             self._joined = True
             self._reporter = Reporter(config, "server", welcome["rank"], host, writers=len(endpoints), workers=welcome["workers"],
                                       processes=welcome["processes"])
-            self._reporter.attach(link.send, self._stats)
+            self._reporter.attach(link.send, self._stats, welcome["job"])
             threads = self._start_lanes(endpoints, welcome)
             link.start(self._handle, lost=self._alone, tick=self._reporter.tick)
             self._wait()
