@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import socket
+import threading
 
 import pytest
 
-from bpsx.config import OPTIONS
+from bpsx.config import OPTIONS, Config
 from bpsx.launch import doctor, findings
 from bpsx.launch.findings import Report
+from bpsx.rendezvous.hub import Hub
 
 
 @pytest.fixture(autouse=True)
@@ -40,18 +41,25 @@ def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, environment: di
     assert len([p for p in report.problems if said in p]) == 1, report.problems
 
 
-def test_a_scheduler_that_answers_and_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        given = {"DMLC_PS_ROOT_URI": "localhost", "DMLC_PS_ROOT_PORT": str(port), "DMLC_ROLE": "worker"}
-        if listener.family != socket.AF_INET or socket.getaddrinfo("localhost", port)[0][4][0] != "127.0.0.1":
-            given["DMLC_PS_ROOT_URI"] = "127.0.0.1"
-        report = examine(monkeypatch, given)
+def test_a_scheduler_that_answers_one_that_does_not_and_one_that_does_not_know_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = {"BPSX_SECRET": "what the scheduler knows"}
+    hub = Hub(Config({"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "0", "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1", **secret},
+                     role="scheduler"))
+    given = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": str(hub.port), "DMLC_ROLE": "worker"}
+    running = threading.Thread(target=hub.run)
+    running.start()
+    try:
+        report = examine(monkeypatch, {**given, **secret})
         assert report.problems == []
-        assert report.found["network"]["scheduler answers"] == "yes"
+        assert report.found["network"]["scheduler answers"] == "yes, the job is waiting"
         assert report.found["network"]["own address"].startswith("127.0.0.1 on lo: the one from which the scheduler at 127.0.0.1 is reached")
+        report = examine(monkeypatch, {**given, "BPSX_SECRET": "what somebody else knows"})
+        assert len(report.problems) == 1 and "does not share our job secret" in report.problems[0], report.problems
+    finally:
+        hub.interrupt("the test")
+        running.join()
     report = examine(monkeypatch, given)
-    assert len(report.problems) == 1 and f"the scheduler at 127.0.0.1:{port} does not answer" in report.problems[0]
+    assert len(report.problems) == 1 and f"the scheduler at 127.0.0.1:{hub.port} does not answer" in report.problems[0]
     assert examine(monkeypatch, {"DMLC_ROLE": "scheduler"}).problems == []      # it is the one that will
 
 

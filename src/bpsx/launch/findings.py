@@ -18,6 +18,7 @@ from bpsx import __version__
 from bpsx.config import OPTIONS, Config, cache_dir, child_environment, runtime_dir
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.host import own_host
+from bpsx.launch.observe import Observer
 from bpsx.transports.address import inet6_addresses, interface_address, is_loopback, join_host_port, own_address_towards, resolve
 
 #: Documentation addresses: no such host exists, but a route to it says which address faces the rest of the world.
@@ -164,7 +165,12 @@ def _scheduler(report: Report, config: Config) -> None:
         return
     try:
         with socket.create_connection((address, port), timeout=_ANSWER_SECONDS):
-            report.add("network", "scheduler answers", "yes")
+            pass
+        with Observer(config) as observer:      # whether it lets us in, too
+            report.add("network", "scheduler answers", f"yes, the job is {observer.ask()['state']}")
+    except BpsxError as error:
+        report.add("network", "scheduler answers", "no")
+        report.problems.append(str(error))
     except OSError as error:
         report.add("network", "scheduler answers", f"no: {error}")
         report.problems.append(f"the scheduler at {join_host_port(address, port)} does not answer ({error}): start it first, or open the port "
