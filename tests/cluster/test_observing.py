@@ -87,6 +87,17 @@ def test_top_as_json():
     assert view["slowest"]["rank"] == 1 and all(n["rates"] for n in view["nodes"])
 
 
+def test_a_scheduler_that_only_stands_still_is_not_a_job_that_is_over():
+    with looping() as job:
+        top = launcher(job, "top", "--json", "--interval", "0.1")
+        assert top.stdout is not None and job.scheduler is not None and json.loads(top.stdout.readline())["state"] == "running"
+        job.scheduler.signal(signal.SIGSTOP)
+        _, errors = top.communicate(timeout=60)
+        job.scheduler.signal(signal.SIGCONT)
+        assert top.returncode == 1 and "stopped, overloaded" in errors, errors
+        end(job)
+
+
 def test_an_observer_that_is_killed_leaves_the_job_alone():
     with looping() as job:
         observers = [launcher(job, "top", "--json", "--interval", "0.1") for _ in range(3)]

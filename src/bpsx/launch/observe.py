@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -84,6 +85,16 @@ class Observer:
                 raise RendezvousError(f"refused by the scheduler at {self.where}: {message.get('reason')}")
             if message["type"] == "VIEW":
                 return message
+
+    def nobody_listens(self) -> bool:
+        """Whether the scheduler's port is closed."""
+        try:
+            with socket.create_connection((self._address, self._config.root_port), timeout=2.0):
+                return False
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
 
     def _await_answer(self, end: float, timeout: float) -> None:
         """Wait until there is a message. Raises :class:`~bpsx.errors.RendezvousError` at the ``end``, or soon if the scheduler does not let us in."""

@@ -196,13 +196,21 @@ def _live(observer: Observer, interval: float, keys: bool) -> tuple[int, list[st
         except RendezvousError as e:
             if not shown:
                 raise
-            return 0, [*shown, "the job is over: " + str(e)]
+            status, text = _silence(observer, e)
+            return status, [*shown, text]
         shown = lines(view, observer.where)
         _draw(shown)
         if view["state"] in ("done", "failed"):
             return int(view["state"] == "failed"), shown
         if not _pause(interval, keys):
             return 0, shown
+
+
+def _silence(observer: Observer, error: RendezvousError) -> tuple[int, str]:
+    """What it means that a scheduler which has answered does so no more; exit status and words."""
+    if observer.nobody_listens():
+        return 0, "the job is over: its scheduler is gone"
+    return 1, f"{error}, but its port is open: it is stopped, overloaded, or somebody else's by now"
 
 
 def _plain(observer: Observer, options: argparse.Namespace) -> int:
@@ -215,8 +223,9 @@ def _plain(observer: Observer, options: argparse.Namespace) -> int:
         except RendezvousError as e:
             if not looks:
                 raise
-            print(f"bpsx-run top: the job is over: {e}", file=sys.stderr)
-            return 0
+            status, text = _silence(observer, e)
+            print(f"bpsx-run top: {text}", file=sys.stderr)
+            return status
         looks += 1
         over = view["state"] in ("done", "failed")
         complete = any(n["rates"] for n in view["nodes"]) or view["state"] != "running" or looks > 5

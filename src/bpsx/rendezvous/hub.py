@@ -52,6 +52,9 @@ class Hub:
         self._signal = ""
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | EVENTS)
         self._refusals = Refusals()
+        # ZeroMQ does not say which of the two it was.
+        silent = f", or it was silent for {config.heartbeat_timeout:g} s (PS_HEARTBEAT_TIMEOUT)" if config.heartbeat_interval > 0 else ""
+        self._broke = f"its connection to the scheduler broke{silent}"
         self._descriptors: dict[int, bytes] = {}
         self._members = Membership(
             config.num_worker, config.num_server, config.local_size, secrets.randbits(63),
@@ -202,7 +205,7 @@ class Hub:
             ident = self._descriptors.pop(int(event["value"]), None) if self._refusals.event(event) else None
             if ident is not None:
                 connections.info("the connection of %s is gone", self._members.nodes.get(ident, "a former node"))
-                self._send(self._members.gone(ident, "its connection to the scheduler broke"))
+                self._send(self._members.gone(ident, self._broke))
 
     def _parse(self, ident: bytes, frames: list[Any]) -> dict[str, Any] | None:
         """The message in ``frames``; None, after a word in the log, if there is none."""
@@ -257,4 +260,4 @@ class Hub:
             except zmq.ZMQError as e:
                 if e.errno != zmq.EHOSTUNREACH:
                     raise
-                self._send(self._members.gone(ident, "its connection to the scheduler broke"))
+                self._send(self._members.gone(ident, self._broke))
