@@ -34,9 +34,8 @@ def _round(names: list[str], inputs: list[np.ndarray], outputs: list[np.ndarray]
         bpsx.synchronize(handle)
 
 
-def many(kind: str, rounds: int, warm: int = 1) -> list[float]:
-    """Seconds of each round in which all tensors of that kind are in flight together."""
-    names, inputs, outputs = _arrays(kind, *_MANY[kind])
+def _timed(names: list[str], inputs: list[np.ndarray], outputs: list[np.ndarray], rounds: int, warm: int) -> list[float]:
+    """Seconds of each of ``rounds`` rounds, begun together by all workers after ``warm`` others."""
     for _ in range(warm):
         _round(names, inputs, outputs)
     bpsx.barrier()
@@ -46,6 +45,12 @@ def many(kind: str, rounds: int, warm: int = 1) -> list[float]:
         _round(names, inputs, outputs)
         samples.append(time.perf_counter() - before)
     return samples
+
+
+def many(kind: str, rounds: int, warm: int = 1) -> list[float]:
+    """Seconds of each round in which all tensors of that kind are in flight together."""
+    names, inputs, outputs = _arrays(kind, *_MANY[kind])
+    return _timed(names, inputs, outputs, rounds, warm)
 
 
 def check(kind: str) -> bool:
@@ -80,15 +85,7 @@ def model(rounds: int, warm: int = 1) -> list[float]:
     """Seconds of each step of a model with 160 tensors and 48 MB of gradients: a few large ones, more in between, mostly small ones."""
     parts = [_arrays("model.large", 8, 4_000_000), _arrays("model.middle", 32, 500_000), _arrays("model.small", 120, 4096)]
     names, inputs, outputs = ([x for part in column for x in part] for column in zip(*parts))
-    for _ in range(warm):
-        _round(names, inputs, outputs)
-    bpsx.barrier()
-    samples = []
-    for _ in range(rounds):
-        before = time.perf_counter()
-        _round(names, inputs, outputs)
-        samples.append(time.perf_counter() - before)
-    return samples
+    return _timed(names, inputs, outputs, rounds, warm)
 
 
 def count_up(name: str, elements: int, rounds: int) -> bool:

@@ -1,4 +1,4 @@
-"""The scripted lane of test_lane.py, for its sisters."""
+"""The scripted lane of test_lane.py, for it and its sisters."""
 
 from __future__ import annotations
 

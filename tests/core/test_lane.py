@@ -66,19 +66,6 @@ class Rig:
             worker.close()
 
 
-@pytest.fixture
-def rig():
-    made: list[Rig] = []
-
-    def make(workers: int = 2, **options) -> Rig:
-        made.append(Rig(workers, **options))
-        return made[-1]
-
-    yield make
-    for r in made:
-        r.close()
-
-
 def values(dtype: str, n: int, seed: int) -> np.ndarray:
     """Arrays as they lie on the wire: bfloat16 as uint16."""
     rng = np.random.default_rng(seed)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from bpsx.config import child_environment
 from bpsx.errors import ConfigError
 from bpsx.launch.far import new_marker, request
 from bpsx.launch.roles import GRACE, KILL_AFTER, MODULES, Process, secret_unless_given, unbuffered, verify
+from bpsx.secret import make
 from bpsx.transports.address import is_loopback
 
 #: Variables that are handed on: ours, and those that make the same program compute the same elsewhere.
@@ -135,7 +135,7 @@ class Remote:
     python: str = sys.executable
     directory: str = field(default_factory=os.getcwd)
     given: Mapping[str, str] = field(default_factory=dict)
-    secret: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
+    secret: str = field(default_factory=make, repr=False)
 
     @property
     def command(self) -> Sequence[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from bpsx.launch.roles import (
     unbuffered,
     verify,
 )
+from bpsx.secret import make
 
 _SI_KERNEL = 0x80  # how the terminal's Ctrl-C says that it is not kill()
 _GPUS = Path("/proc/driver/nvidia/gpus")
@@ -53,7 +53,7 @@ class Machine:
     kill_after: float = KILL_AFTER
     port: int = 0
     forgiving: bool = True      # the scheduler is ours; nobody has said that the command uses it
-    secret: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
+    secret: str = field(default_factory=make, repr=False)
 
     def environment(self, role: str, local_rank: int, port: int) -> dict[str, str]:
         """The environment of one process."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import secrets
 import shutil
 import signal
 import sys
@@ -15,6 +14,7 @@ from typing import Protocol
 
 from bpsx.config import Config, child_environment, is_set
 from bpsx.errors import ConfigError
+from bpsx.secret import make
 
 #: Roles that are modules of ours: each has a ``__main__`` with ``main() -> int``.
 MODULES = {"scheduler": "bpsx.rendezvous", "server": "bpsx.server"}
@@ -93,7 +93,7 @@ class Plan:
     kill_after: float = KILL_AFTER
     processes: int = 1
     forgiving: bool = False
-    secret: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
+    secret: str = field(default_factory=make, repr=False)
 
     def __post_init__(self) -> None:
         if self.servers < 1 < self.workers:
