@@ -171,7 +171,7 @@ def merge(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder}: no comm.json in it or below")
     out: list[dict[str, Any]] = []
     for pid, who in enumerate(sorted(found), 1):
-        out += _process(pid, titles[who], found[who])
+        out += _process(pid, titles[who], found[who], first_tid=len(found) + 1)
     return {"traceEvents": out, "displayTimeUnit": "ms"}
 
 
@@ -187,23 +187,30 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return made, about
 
 
-def _process(pid: int, title: str, made: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One process's events with numbers for pid and tid, which all viewers take, and the names that belong to them."""
+def _process(pid: int, title: str, made: list[dict[str, Any]], first_tid: int) -> list[dict[str, Any]]:
+    """One process's events with numbers for pid and tid, which all viewers take, and the names that belong to them.
+
+    ``first_tid`` is beyond all pids: a viewer takes the thread whose tid is the pid for the process's main thread, and says so.
+    """
     out: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": title}},
         {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}},
     ]
-    rows: dict[tuple[str, str], int] = {}
-    for e in sorted(made, key=lambda e: (e["ts"], -e["dur"])):
-        row = (str(e["pid"]).removeprefix("Comm."), str(e["tid"]))
-        tid = rows.setdefault(row, len(rows) + 1)
-        out.append({**e, "pid": pid, "tid": tid})
-    # A tensor's rows stay together, its total first, in the order in which tensors appear.
-    order = {tensor: i for i, tensor in enumerate(dict.fromkeys(t for t, _ in rows))}
-    for i, ((tensor, part), tid) in enumerate(sorted(rows.items(), key=lambda item: (order[item[0][0]], _place(item[0][1])))):
+    made = sorted(made, key=lambda e: (e["ts"], -e["dur"]))
+    # A tensor's rows stay together, its total first, in the order in which tensors appear. Perfetto orders by tid, chrome://tracing by the index.
+    tensors = {tensor: i for i, tensor in enumerate(dict.fromkeys(_row(e)[0] for e in made))}
+    rows = sorted({_row(e) for e in made}, key=lambda row: (tensors[row[0]], _place(row[1])))
+    tids = {row: first_tid + i for i, row in enumerate(rows)}
+    for (tensor, part), tid in tids.items():
         out.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": f"{tensor}: {part}"}})
-        out.append({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": i}})
+        out.append({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}})
+    out += [{**e, "pid": pid, "tid": tids[_row(e)]} for e in made]
     return out
+
+
+def _row(event: dict[str, Any]) -> tuple[str, str]:
+    """Tensor, and key or ``total``: what a row is for."""
+    return str(event["pid"]).removeprefix("Comm."), str(event["tid"])
 
 
 def _place(row: str) -> tuple[int, str]:

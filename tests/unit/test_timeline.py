@@ -121,6 +121,24 @@ def test_nothing_to_merge_is_an_error(tmp_path, capsys):
     assert "no comm.json" in capsys.readouterr().err
 
 
+def test_merged_rows_are_in_order_and_none_is_taken_for_a_main_thread(tmp_path):
+    """Perfetto orders rows by tid and calls the one whose tid is its process's pid the main thread."""
+    def event(tensor: str, tid: str, ts: int) -> dict:
+        return {"ph": "X", "pid": f"Comm.{tensor}", "tid": tid, "name": f"Comm.{tensor}", "ts": ts, "dur": 1,
+                "args": {"name": f"Comm.{tensor}", "step": 1}}
+
+    for rank in range(3):
+        (tmp_path / str(rank)).mkdir()
+        events = [event("b", "10", 3), event("a", "2", 5), event("b", "9", 4), event("b", "total", 6), event("b", "9 worker 1", 7)]
+        (tmp_path / str(rank) / "comm.json").write_text(json.dumps(
+            {"traceEvents": events, "otherData": {"role": "worker", "rank": rank, "job": "j"}}))
+    merged = timeline.merge(tmp_path)["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in merged if e["name"] == "thread_name"}
+    assert [names[k] for k in sorted(names) if k[0] == 1] == ["b: total", "b: 9", "b: 9 worker 1", "b: 10", "a: 2"]
+    assert {pid for pid, _ in names}.isdisjoint(tid for _, tid in names)
+    assert all((e["pid"], e["tid"]) in names for e in merged if e["ph"] == "X")
+
+
 # ---- the clock
 
 
