@@ -63,6 +63,10 @@ class OutOfMemoryError(BpsxError, MemoryError):
     """The core could not allocate memory."""
 
 
+class KernelError(BpsxError, RuntimeError):
+    """The code that sums an element type could not be compiled or loaded. The process that sums says why in its log."""
+
+
 #: Status code of the core (``core/status.pxd``) -> exception, and what to say if nothing more is known.
 STATUS: dict[int, tuple[type[BpsxError], str]] = {
     -1: (PeerLostError, "a peer was lost"),
@@ -74,6 +78,7 @@ STATUS: dict[int, tuple[type[BpsxError], str]] = {
     -7: (OutOfMemoryError, "the core could not allocate memory"),
     -8: (TransportError, "the transport refused to send"),
     -9: (JoinedError, "a worker that is needed has called join()"),
+    -10: (KernelError, "the code that sums this element type could not be loaded; the log of this machine's largest local rank says why"),
 }
 
 

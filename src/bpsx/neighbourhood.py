@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from bpsx.config import Config
 from bpsx.dtypes import BY_CODE, BY_NAME
 from bpsx.errors import ConfigError
-from bpsx.kernels import load as load_kernels
+from bpsx.kernels import loading
 from bpsx.local._machine import Machine, QuietEndpoint
 from bpsx.local.meeting import meet
 from bpsx.pipeline import Place
@@ -40,16 +39,11 @@ class Neighbourhood:
         """As whom servers know what comes from this process: its rank, or its machine's number."""
         return int(self._config.rank if self.place is Place.DIRECT else self._config.worker_id or 0)
 
-    @contextlib.contextmanager
-    def kernels_loading(self) -> Iterator[None]:
-        """Compile what the machine's root adds with while the others are still coming."""
+    def kernels_loading(self) -> contextlib.AbstractContextManager[None]:
+        """Compile what the machine's root adds with while the others are still coming: see :func:`bpsx.kernels.loading`."""
         if self.place in (Place.DIRECT, Place.MEMBER):
-            yield
-            return
-        warm_up = threading.Thread(target=load_kernels, args=(BY_NAME["float32"].code,), name="bpsx-warm-up", daemon=True)
-        warm_up.start()
-        yield
-        warm_up.join()
+            return contextlib.nullcontext()
+        return loading(BY_NAME["float32"].code)
 
     def open_endpoint(self) -> Endpoint | QuietEndpoint:
         """What this process sleeps on, and sends by if it speaks to servers. Raises :class:`~bpsx.errors.TransportError`."""

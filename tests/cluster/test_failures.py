@@ -249,6 +249,19 @@ def test_workers_configured_differently_are_told(env, text):
         assert any("refused" in w.text() and text in w.text() for w in job.workers)
 
 
+@pytest.mark.parametrize(("workers", "servers", "processes"), [(2, 1, 1), (2, 0, 2)])
+def test_who_cannot_compile_says_why_and_the_others_who_it_was(workers, servers, processes, tmp_path):
+    """The folder for compiled kernels is no folder."""
+    (tmp_path / "file").touch()
+    with Job("import bpsx\nbpsx.init()", workers, servers, processes=processes, env={"BPSX_CACHE_DIR": str(tmp_path / "file")}) as job:
+        sums, others = (job.servers[0], job.workers) if servers else (job.workers[1], job.workers[:1])
+        assert sums.wait() != 0
+        assert "BPSX_CACHE_DIR" in sums.text() and str(tmp_path / "file") in sums.text()
+        for other in others:
+            assert other.wait() == 1
+            assert f"{'server 0' if servers else 'worker 1'} (127.0.0.1, pid {sums.popen.pid})" in other.text()
+
+
 @pytest.mark.parametrize("order", [("worker", "server", "scheduler"), ("scheduler", "worker", "server"), ("server", "scheduler", "worker")])
 def test_roles_may_start_in_any_order(order):
     with socket.socket() as s:

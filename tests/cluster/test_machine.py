@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import time
 
 import pytest
@@ -298,6 +299,27 @@ def test_limits_that_leave_no_room_for_shares_are_named():
             assert [w.wait() for w in job.workers] == [1, 1]
             text = job.workers[0].text() + job.workers[1].text()
             assert said in text and "BPSX_LOCAL_REDUCE=0" in text, text
+
+
+class _Cramped(Job):
+    """Few descriptors may be open in a process, and so few on their way between processes; not even root may exceed that."""
+
+    def command(self, name: str, words: list[str]) -> list[str]:
+        powerless = ["setpriv", "--bounding-set", "-sys_resource,-sys_admin", "--inh-caps", "-sys_resource,-sys_admin"]
+        return [*(powerless if os.geteuid() == 0 else []), "prlimit", "--nofile=90:90", *words]
+
+
+def test_many_processes_meet_with_few_descriptors():
+    """16 processes hand 480 descriptors about: Linux lets a user have as many on their way as a process may have open."""
+    if os.geteuid() == 0 and subprocess.run(["setpriv", "--bounding-set", "-sys_resource", "true"], capture_output=True).returncode:
+        pytest.skip("root without the right to give up rights (setpriv)")
+    with _Cramped("""
+        import bpsx, numpy as np
+        bpsx.init()
+        report(float(bpsx.push_pull(np.ones(3), average=False, name="x")[0]))
+        bpsx.shutdown()
+    """, 16, 0, processes=16) as job:
+        assert job.results() == [[16.0]] * 16
 
 
 def test_the_number_of_processes_must_agree():

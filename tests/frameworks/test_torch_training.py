@@ -1,4 +1,4 @@
-"""Training with 2 and 4 workers is training in one process on the joined batch, and leaves the same bits on all workers.
+"""Training with 2 and 4 workers, on machines of one process or two, is training in one process on the joined batch, with the same bits on all.
 
 Functions named ``job_*`` run in the workers. In float64 nothing but the order of additions differs from one process, hence 1e-11.
 In float32 the same costs about 1e-6 a step. fp16 on the wire rounds each gradient to 11 bits: 2e-3 after some steps.
@@ -249,12 +249,13 @@ CASES: dict[str, tuple[Callable[[int], list[torch.Tensor]], float]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (4, 2)], ids=["2 workers", "4 workers"])
+@pytest.fixture(scope="module", params=[(2, 1, 1), (4, 2, 1), (2, 1, 2), (1, 0, 2)],
+                ids=["2 workers", "4 workers", "2 machines of 2", "1 machine of 2"])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    workers, servers = request.param
-    finished = run_job(__file__, list(CASES), tmp_path_factory.mktemp("job"), workers, servers, BYTEPS_PARTITION_BYTES="65536")
+    machines, servers, processes = request.param
+    finished = run_job(__file__, list(CASES), tmp_path_factory.mktemp("job"), machines, servers, processes, BYTEPS_PARTITION_BYTES="65536")
     assert finished.status == 0, finished.output[-5000:]
-    assert sorted(finished.results) == list(range(workers))
+    assert sorted(finished.results) == list(range(machines * processes))
     return finished
 
 

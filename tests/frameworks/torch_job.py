@@ -26,11 +26,15 @@ class Finished(NamedTuple):
     results: dict[int, dict[str, Any]]
 
 
-def launch(command: list[str], workers: int, servers: int, **environment: str) -> tuple[int, str]:
-    """Run ``command`` in ``workers`` workers; returns the launcher's status and all output. A job that does not end is killed."""
+def launch(command: list[str], workers: int, servers: int, processes: int = 1, **environment: str) -> tuple[int, str]:
+    """Run ``command`` in ``processes`` processes on each of ``workers`` imitated machines; returns the launcher's status and all output.
+
+    A job that does not end is killed.
+    """
     quick = {"OMP_NUM_THREADS": "1", "BPSX_RENDEZVOUS_TIMEOUT": "60", "BPSX_DEADLOCK_SECONDS": "8", **environment}
     job = subprocess.Popen(
-        [sys.executable, "-m", "bpsx.launch", "--local", "--workers", str(workers), "--servers", str(servers), *command],
+        [sys.executable, "-m", "bpsx.launch", "--local", "--workers", str(workers), "--servers", str(servers),
+         "--processes", str(processes), *command],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env={**os.environ, **quick})
     try:
         output, _ = job.communicate(timeout=JOB_SECONDS)
@@ -41,11 +45,12 @@ def launch(command: list[str], workers: int, servers: int, **environment: str) -
     return job.returncode, output
 
 
-def run_job(module_file: str, functions: list[str], out: Path, workers: int = 2, servers: int = 1, **environment: str) -> Finished:
+def run_job(module_file: str, functions: list[str], out: Path, workers: int = 2, servers: int = 1, processes: int = 1,
+            **environment: str) -> Finished:
     """Call ``functions`` of ``module_file`` one after the other in each worker, between ``init`` and ``shutdown``."""
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, __file__, module_file, str(out), *functions]
-    status, output = launch(command, workers, servers, **environment)
+    status, output = launch(command, workers, servers, processes, **environment)
     results = {int(f.stem): torch.load(f, weights_only=False) for f in out.glob("*.pt")}
     return Finished(status, output, results)
 

@@ -20,9 +20,9 @@ from bpsx.core.stage cimport (
     BROADCAST, COORDINATE_BROADCAST, COORDINATE_REDUCE, REDUCE, advance, deserted, fail_partition, fail_tensor, give_up, start,
 )
 from bpsx.core.state cimport Core
-from bpsx.core.status cimport DONE, E_JOINED, E_LEFT, E_MEMORY, E_MISMATCH, E_PROTOCOL
+from bpsx.core.status cimport DONE, E_JOINED, E_KERNELS, E_LEFT, E_MEMORY, E_MISMATCH, E_PROTOCOL
 from bpsx.core.sync cimport atomic_load, atomic_store, lock, now_ns, unlock
-from bpsx.kernels.abi cimport Kernels
+from bpsx.kernels.abi cimport Kernels, accumulate, wants_wide
 
 cdef enum:
     WORK_AT_ONCE = 1 << 19      # bytes to copy or add before the network gets a turn again
@@ -208,11 +208,11 @@ cdef inline int add_up(Core *c, Partition *p) noexcept nogil:
     """Make the machine's sum where `p.target` is. 0, or a status."""
     cdef Machine *m = c.machine
     cdef Kernels *k = &m.kernels[p.tensor.dtype]
-    cdef char *wide
+    cdef char *wide = NULL
     cdef int64_t n, divisor
     cdef uint32_t i, parts = gather_parts(m, p)
     if k.add == NULL and not m.load(m.owner, p.tensor.dtype):
-        return E_MEMORY
+        return E_KERNELS
     n = p.length // k.itemsize
     divisor = divisor_here(m, p, k)
     if parts == 1:
@@ -221,18 +221,12 @@ cdef inline int add_up(Core *c, Partition *p) noexcept nogil:
         if divisor > 1:
             k.divide(p.target, n, divisor)
         return 0
-    if k.wide_itemsize == k.itemsize or parts == 2:
-        for i in range(1, parts - 1):
-            k.add(p.target, m.parts[i], n)
-        k.pair(p.target, m.parts[parts - 1], n, divisor)
-        return 0
-    wide = <char *>malloc(n * k.wide_itemsize)
-    if wide == NULL:
-        return E_MEMORY
-    k.start(wide, m.parts[0], m.parts[1], n)
-    for i in range(2, parts - 1):
-        k.add(wide, m.parts[i], n)
-    k.finish(p.target, wide, m.parts[parts - 1], n, divisor)
+    if wants_wide(k, parts):
+        wide = <char *>malloc(n * k.wide_itemsize)
+        if wide == NULL:
+            return E_MEMORY
+    for i in range(1, parts):
+        accumulate(k, p.target, wide, m.parts[i], i, parts, n, divisor)
     free(wide)
     return 0
 
@@ -291,7 +285,7 @@ cdef inline void make_sum(Core *c, Partition *p) noexcept nogil:
         p.share_b = other
         p.source = NULL
         status = 0
-    if status == E_MEMORY:
+    if status == E_MEMORY or status == E_KERNELS:
         give_up(c, status)                  # the servers wait for a push that will never come
     elif status:
         fail_partition(c, p, status, one, other)

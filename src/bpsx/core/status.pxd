@@ -13,3 +13,4 @@ cdef enum Status:
     E_MEMORY = -7         # allocation failed
     E_TRANSPORT = -8      # the transport refused to send
     E_JOINED = -9         # a broadcast's root has called join() and so pushes nothing
+    E_KERNELS = -10       # the code that sums this element type could not be compiled or loaded

@@ -6,7 +6,9 @@ spelled out in :mod:`bpsx.kernels.reference`, the slow oracle that the tests com
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import NamedTuple
 
 _lock = threading.Lock()
@@ -38,3 +40,22 @@ def load(code: int) -> Kernels:
 
             _loaded[code] = cpu_sum.load(code)
         return _loaded[code]
+
+
+@contextlib.contextmanager
+def loading(code: int) -> Iterator[None]:
+    """Load an element type's kernels in a thread of their own while the body runs; what went wrong is raised at the end of the body."""
+    failures: list[Exception] = []
+
+    def attempt() -> None:
+        try:
+            load(code)
+        except Exception as e:
+            failures.append(e)
+
+    thread = threading.Thread(target=attempt, name="bpsx-warm-up", daemon=True)
+    thread.start()
+    yield
+    thread.join()
+    if failures:
+        raise failures[0]

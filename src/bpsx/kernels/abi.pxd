@@ -3,7 +3,7 @@
 # In place wherever input and output have one type: a vectorised loop needs to know that two pointers are either one or disjoint.
 # Types whose sums need a wider accumulator (halves: float32; 8-bit integers: int32) have `start` and `finish` too, for three and
 # more workers; for the others they are NULL.
-from libc.stdint cimport int64_t, uintptr_t
+from libc.stdint cimport int64_t, uint32_t, uintptr_t
 
 # a[i] = narrow((wide(a[i]) + wide(b[i])) / divisor)
 ctypedef void (*pair_fn)(void *a, void *b, int64_t n, int64_t divisor) noexcept nogil
@@ -36,3 +36,22 @@ cdef inline int fill_in(Kernels *k, found) except -1:
     k.divide = <divide_fn><uintptr_t>found.divide
     k.add = <add_fn><uintptr_t>found.add
     return 0
+
+
+cdef inline bint wants_wide(const Kernels *k, uint32_t of) noexcept nogil:
+    """Whether the sum of `of` parts needs an accumulator of the wide type. Two parts are widened, added and rounded in one pass."""
+    return k.wide_itemsize != k.itemsize and of > 2
+
+
+cdef inline void accumulate(const Kernels *k, void *sum, void *wide, void *part, uint32_t i, uint32_t of, int64_t n, int64_t divisor) noexcept nogil:
+    """Add part `i` of `of`, counted from 0; `sum` holds part 0. After the last one `sum` holds the result, divided. `wide`: see `wants_wide`."""
+    cdef bint widen = wants_wide(k, of)
+    if i == of - 1:
+        if widen:
+            k.finish(sum, wide, part, n, divisor)
+        else:
+            k.pair(sum, part, n, divisor)
+    elif widen and i == 1:
+        k.start(wide, sum, part, n)
+    else:
+        k.add(wide if widen else sum, part, n)

@@ -4,6 +4,7 @@
 The memory is anonymous (``memfd``): it has no name that could be left behind or opened by others, and is gone with the last process.
 """
 import fcntl
+import logging
 import os
 
 cimport cython
@@ -20,8 +21,11 @@ from bpsx.core.sync cimport atomic_load, atomic_store
 from bpsx.kernels.abi cimport fill_in
 from bpsx.transports.abi cimport Endpoint, Message, done_fn
 
+from bpsx.dtypes import BY_CODE
 from bpsx.errors import ConfigError
 from bpsx.kernels import load as load_kernels
+
+log = logging.getLogger("bpsx.local")
 
 cdef extern from "<sys/mman.h>" nogil:
     enum:
@@ -52,7 +56,8 @@ cdef bint load(void *owner, int dtype) noexcept with gil:
     try:
         (<Machine>owner).load(dtype)
         return True
-    except Exception:
+    except Exception as e:
+        log.error("the kernels of %s cannot be loaded: %s", BY_CODE[dtype].name if dtype in BY_CODE else f"dtype code {dtype}", e)
         return False
 
 

@@ -33,8 +33,9 @@ def meet(config: Config, job: int, wake: int, alone: bool, look: Callable[[], No
     :class:`~bpsx.errors.RendezvousError` naming the local ranks that did not come, :class:`~bpsx.errors.ConfigError`.
     """
     size, me = config.local_size, config.local_rank
-    machine = Machine(size=size, me=me, first_rank=(config.worker_id or 0) * size, alone=alone, name=f"bpsx-{os.getuid()}-{job:x}-{me}",
-                      room=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    # All have the same tensors: together their shares cannot be more than the machine's memory. Twice that is address space only.
+    room = 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // size
+    machine = Machine(size=size, me=me, first_rank=(config.worker_id or 0) * size, alone=alone, name=f"bpsx-{os.getuid()}-{job:x}-{me}", room=room)
     digest = hashlib.sha256(f"{job} {config.worker_id or 0}".encode()).hexdigest()[:20]
     path = runtime_dir() / f"job-{digest}.sock"
     end = time.monotonic() + config.rendezvous_timeout
@@ -70,7 +71,7 @@ def _host(machine: Machine, path: Path, size: int, me: int, wake: int, end: floa
         for rank, (guest, *_) in guests.items():
             for other, descriptors in everybody.items():
                 if other != rank:
-                    _send(guest, other, size, descriptors)
+                    _send(guest, other, size, descriptors, end, look)
         for rank, (_, segment, bell) in guests.items():
             machine.meet(rank, segment, bell)
             os.close(segment)
@@ -92,7 +93,7 @@ def _visit(machine: Machine, path: Path, size: int, me: int, wake: int, end: flo
                     raise RendezvousError(f"local rank {size - 1} is not at {path}: do all processes with this DMLC_WORKER_ID run on one "
                                           "machine, as one user, with the same BYTEPS_SOCKET_PATH?") from e
             time.sleep(0.01)        # no event tells that a socket has appeared; the root is a moment away
-        _send(link, me, size, (machine.descriptor, wake))
+        _send(link, me, size, (machine.descriptor, wake), end, look)
         for _ in range(size - 1):
             rank, (segment, bell) = _receive(link, size, end, look)
             machine.meet(rank, segment, bell)
@@ -123,12 +124,18 @@ def _listening(path: Path) -> Iterator[socket.socket]:
             path.unlink(missing_ok=True)
 
 
-def _send(link: socket.socket, rank: int, size: int, descriptors: tuple[int, int]) -> None:
+def _send(link: socket.socket, rank: int, size: int, descriptors: tuple[int, int], end: float, look: Callable[[], None]) -> None:
     link.settimeout(10)
-    try:
-        socket.send_fds(link, [_GREETING.pack(_MAGIC, rank, size)], list(descriptors))
-    except OSError as e:
-        raise RendezvousError(f"a process of this machine left while the job was coming together: {e}") from e
+    while True:
+        try:
+            socket.send_fds(link, [_GREETING.pack(_MAGIC, rank, size)], list(descriptors))
+            return
+        except OSError as e:
+            # A user may have as many descriptors on their way as a process may have open ones: on large machines the others must read first.
+            if e.errno != errno.ETOOMANYREFS or time.monotonic() >= end:
+                raise RendezvousError(f"a process of this machine left while the job was coming together: {e}") from e
+        look()
+        time.sleep(_SLICE)
 
 
 def _receive(link: socket.socket, size: int, end: float, look: Callable[[], None]) -> tuple[int, tuple[int, int]]:

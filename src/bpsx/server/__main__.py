@@ -12,7 +12,7 @@ from bpsx.config import Config
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.host import allow_descriptors, ending_signals, keep_memory, own_host, require_trust
-from bpsx.kernels import load
+from bpsx.kernels import loading
 from bpsx.logs import configure
 from bpsx.rendezvous.client import Link
 from bpsx.reporting import Reporter
@@ -50,14 +50,11 @@ class Server:
         endpoints = [open_endpoint(config) for _ in range(config.engine_threads)]
         link = Link(config)
         try:
-            # Compiled while the others are still coming.
-            warm_up = threading.Thread(target=load, args=(BY_NAME["float32"].code,), name="bpsx-warm-up")
-            warm_up.start()
             self._link = link
-            welcome = link.join("server", -1, host, [e.bind(host) for e in endpoints])
-            for i, endpoint in enumerate(endpoints):    # before anything that takes time: workers are at the door, and do not wait there for long
-                endpoint.join(welcome["job"], i)
-            warm_up.join()
+            with loading(BY_NAME["float32"].code):      # compiled while the others are still coming
+                welcome = link.join("server", -1, host, [e.bind(host) for e in endpoints])
+                for i, endpoint in enumerate(endpoints):    # before anything that takes time: workers are at the door, and do not wait for long
+                    endpoint.join(welcome["job"], i)
             self._joined = True
             self._reporter = Reporter(config, "server", welcome["rank"], host, writers=len(endpoints), workers=welcome["workers"],
                                       processes=welcome["processes"])
@@ -89,7 +86,7 @@ class Server:
     def _run_lane(self, lane: Lane) -> None:
         try:
             lane.run()
-        except MemoryError as e:
+        except Exception as e:      # no memory, no kernels: whatever it is, somebody would wait for this lane for ever
             self._lost(f"a lane has ended: {e}")
 
     def _wait(self) -> None:

@@ -24,17 +24,21 @@ from bpsx.server.store cimport (
 )
 from bpsx.transports.abi cimport Endpoint, Message
 
+from bpsx.dtypes import BY_CODE
 from bpsx.kernels import load as load_kernels
 from bpsx.secret import lane_proof
 
 
 cdef bint load(CLane *lane, int dtype) noexcept with gil:
-    """Fetch a dtype's kernels the first time that a key needs them."""
+    """Fetch a dtype's kernels the first time that a key needs them. Without them nobody gets his sum, and the lane ends."""
+    if dtype not in BY_CODE:
+        return False            # nonsense, or another version's
     try:
         (<Lane>lane.owner).load(dtype)
         return True
     except Exception as e:
-        (<Lane>lane.owner).log(f"dtype code {dtype}: no kernels: {e}")
+        (<Lane>lane.owner).broken = e
+        lane.dropped += 1
         return False
 
 
@@ -380,6 +384,7 @@ cdef class Lane:
     """One lane over one endpoint. :meth:`run` blocks until :meth:`stop`; the other methods may be called from any thread."""
     cdef CLane c
     cdef object endpoint, capsule, logger, watch
+    cdef Exception broken
     cdef bytes secret
     cdef list kept
 
@@ -401,6 +406,7 @@ cdef class Lane:
         self.c.gone = <int64_t *>calloc(workers, sizeof(int64_t))
         self.c.joined = <int64_t *>calloc(workers, sizeof(int64_t))
         self.logger = log
+        self.broken = None
         self.watch = watch
         if watch is not None:
             self.c.watch = <Watch *>PyCapsule_GetPointer(watch.abi(), b"bpsx.Watch")
@@ -423,9 +429,12 @@ cdef class Lane:
         return lane_proof(self.secret, self.c.job, getattr(self.endpoint, "address", ""), nonce)
 
     def run(self) -> None:
-        """Work until stopped. Raises :class:`MemoryError` when there is no memory for a message: somebody would wait for it for ever."""
+        """Work until stopped. Raises what makes going on useless, since somebody would wait for ever: :class:`MemoryError` when there is no
+        memory for a message, or why an element type's kernels could not be loaded."""
         with nogil:
             run(&self.c)
+        if self.broken is not None:
+            raise self.broken
         if self.c.dropped:
             raise MemoryError("no memory for a message")
 

@@ -11,7 +11,7 @@ from libc.string cimport memcpy, memset
 
 from bpsx.core.header cimport ASYNC, BROADCAST, DISAGREED, Header
 from bpsx.core.status cimport E_JOINED, E_MISMATCH
-from bpsx.kernels.abi cimport Kernels
+from bpsx.kernels.abi cimport Kernels, accumulate, wants_wide
 from bpsx.transports.abi cimport Message
 
 cdef enum Verdict:
@@ -147,12 +147,10 @@ cdef inline bint memory_for(char **where, uint64_t nbytes) noexcept nogil:
 cdef inline int add(Entry *e, Message *m, char *body, uint32_t workers, bint *kept) noexcept nogil:
     """Add one push to the sum; *kept says that the message now belongs to the entry. 0, or -1 when there is no memory.
 
-    The first large push becomes the accumulator as it is. With two workers half types need no wider accumulator: both are widened,
-    added, divided and rounded once in one pass.
+    The first large push becomes the accumulator as it is.
     """
     cdef Kernels *k = e.kernels
     cdef int64_t n = e.nbytes // k.itemsize
-    cdef bint widen = k.wide_itemsize != k.itemsize and workers > 2
     kept[0] = False
     e.added += 1
     if e.added == 1:
@@ -168,16 +166,9 @@ cdef inline int add(Entry *e, Message *m, char *body, uint32_t workers, bint *ke
         if workers == 1 and e.divisor > 1:
             k.divide(e.sum, n, e.divisor)
         return 0
-    if widen and not memory_for(&e.wide, n * k.wide_itemsize):
+    if wants_wide(k, workers) and not memory_for(&e.wide, n * k.wide_itemsize):
         return -1
-    if e.added == workers and widen:
-        k.finish(e.sum, e.wide, body, n, e.divisor)
-    elif e.added == workers:
-        k.pair(e.sum, body, n, e.divisor)
-    elif e.added == 2 and widen:
-        k.start(e.wide, e.sum, body, n)
-    else:
-        k.add(e.wide if widen else e.sum, body, n)
+    accumulate(k, e.sum, e.wide, body, e.added - 1, workers, n, e.divisor)
     return 0
 
 
@@ -187,7 +178,7 @@ cdef inline void finish_sum(Entry *e, uint32_t workers) noexcept nogil:
     cdef int64_t n = e.nbytes // k.itemsize
     if e.added == 0 or e.added >= workers or e.nbytes == 0:
         return
-    if e.added > 1 and k.wide_itemsize != k.itemsize and workers > 2:
+    if e.added > 1 and wants_wide(k, workers):
         memset(e.sum, 0, e.nbytes)
         k.finish(e.sum, e.wide, e.sum, n, e.divisor)
     elif e.divisor > 1:
