@@ -96,7 +96,7 @@ def _broadcast_all(pairs: list[tuple[str, torch.Tensor]], root: int, prefix: str
     under_way: list[tuple[torch.Tensor, torch.Tensor, Handle]] = []
     for name, tensor in pairs:
         stage = plain_copy(tensor)
-        under_way.append((tensor, stage, ours.broadcast(prefix + name, _bytes_view(stage), root)))
+        under_way.append((tensor, stage, ours.broadcast(prefix + name, bytes_view(stage), root)))
     for tensor, stage, handle in under_way:
         handle.wait()
         if ours.rank == root:
@@ -108,7 +108,7 @@ def _broadcast_all(pairs: list[tuple[str, torch.Tensor]], root: int, prefix: str
                 tensor.detach().copy_(stage)
 
 
-def _bytes_view(tensor: torch.Tensor) -> TensorView:
+def bytes_view(tensor: torch.Tensor) -> TensorView:
     """A tensor of a dtype that cannot be summed goes as bytes, with its element size as a last dimension."""
     dtype = dtype_name(tensor)
     if dtype in BY_NAME:
