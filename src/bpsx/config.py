@@ -112,8 +112,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("rendezvous_timeout", "BPSX_RENDEZVOUS_TIMEOUT", number(0.1), 300.0, "seconds",
            "How long the job may take to come together before everybody gives up, naming who is missing.", _FAIL),
     Option("gather_grace", "BPSX_GATHER_GRACE", number(0), 3.0, "seconds",
-           "While the job is coming together: how long one who had come and whose connection broke (a process that died, the scheduler) may "
-           "take to come back before everybody gives up, naming it.", _FAIL),
+           "While the job is coming together: how long one who had come and whose connection broke (a process that died, the scheduler), or who "
+           "was refused for its options, may take to come back before everybody gives up, naming it.", _FAIL),
     Option("heartbeat_interval", "PS_HEARTBEAT_INTERVAL", number(0), 5.0, "seconds; 0: off",
            "How often connections are probed.", _FAIL),
     Option("heartbeat_timeout", "PS_HEARTBEAT_TIMEOUT", number(0), 30.0, "seconds",

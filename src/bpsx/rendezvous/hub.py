@@ -21,7 +21,7 @@ from bpsx.config import Config
 from bpsx.errors import ConfigError, TransportError
 from bpsx.host import allow_descriptors, require_trust
 from bpsx.rendezvous import messages
-from bpsx.rendezvous.membership import Membership, Output, names
+from bpsx.rendezvous.membership import Membership, Output, names, newcomer
 from bpsx.rendezvous.metrics import Exporter
 from bpsx.rendezvous.observers import KINDS, Observers
 from bpsx.rendezvous.refusals import EVENTS, Refusals
@@ -147,7 +147,7 @@ class Hub:
             vanished = self._members.vanished.due(now, self._config.gather_grace)
             lost = vanished is not None and now >= vanished[0]
             if now >= end or lost:
-                text = f"after {self._config.rendezvous_timeout:g} s still missing: {names(self._members.missing())}"
+                text = f"after {self._config.rendezvous_timeout:g} s still missing: {self._status()['missing']}"
                 text = vanished[1] if vanished and lost else text
                 self._members.state, self._members.failure = "failed", text
                 self._send([(i, {"type": "REFUSED", "reason": text}) for i in self._members.nodes])
@@ -160,7 +160,8 @@ class Hub:
             self._turn(min(end, report, vanished[0] if vanished else end) - now)
 
     def _status(self) -> dict[str, Any]:
-        return {"type": "STATUS", "missing": names(self._members.missing()), "here": names(self._members.present()) or "nobody"}
+        missing = names(self._members.missing()) + self._refusals.hint()
+        return {"type": "STATUS", "missing": missing, "here": names(self._members.present()) or "nobody"}
 
     def _farewell(self) -> None:
         """Give everybody time to hear how it ended and to go."""
@@ -204,7 +205,8 @@ class Hub:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))
             ident = self._descriptors.pop(int(event["value"]), None) if self._refusals.event(event) else None
             if ident is not None:
-                connections.info("the connection of %s is gone", self._members.nodes.get(ident, "a former node"))
+                node = self._members.nodes.get(ident)
+                connections.info("the connection of %s %s", node or "a former node", "has ended" if node and node.left else "is gone")
                 self._send(self._members.gone(ident, self._broke))
 
     def _parse(self, ident: bytes, frames: list[Any]) -> dict[str, Any] | None:
@@ -232,11 +234,10 @@ class Hub:
         if kind == "HELLO":
             out = self._members.hello(ident, message)
             if any(m["type"] == "REFUSED" for _, m in out):
-                log.warning("refused %s %d (%s, pid %d): %s", message["role"], message["rank"], message["host"], message["pid"],
-                            out[0][1]["reason"])
+                log.warning("refused %s: %s", newcomer(message), out[0][1]["reason"])
             elif ident in self._members.nodes:
                 log.info("has come: %s; missing: %s", self._members.nodes[ident], names(self._members.missing()) or "nobody")
-                connections.info("%s has connected from %s", f"{message['role']} {max(message['rank'], 0)}", message["host"])
+                connections.info("%s has connected", newcomer(message))
             return out or [(ident, self._status())]
         if kind in KINDS:
             return self._observers.handle(ident, message, time.monotonic())
