@@ -159,7 +159,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("encrypt", "BPSX_ENCRYPT", flag, False, FLAG,
            "Encrypt gradients between workers and servers, too. The same on all processes; control messages are always encrypted.", _TRUST),
     Option("state_fd", "BPSX_STATE_FD", integer(-1, 2**20), -1, "a file descriptor; -1: none",
-           "The scheduler writes there how far the job is: w (waiting), then r (running). The launcher reads it.", _LAUNCH),
+           "The scheduler writes lines there: waiting, then running, then who has failed the job, if anybody has. The launcher reads it.", _LAUNCH),
     Option("visible_devices", "NVIDIA_VISIBLE_DEVICES", str, "", "all | none | void | names, comma separated",
            "bpsx-run starts one worker process per entry; with all one per GPU. Unset, empty, none or void: BYTEPS_LOCAL_SIZE processes.", _LAUNCH),
     Option("numa_on", "BYTEPS_NUMA_ON", flag, True, FLAG,

@@ -151,13 +151,39 @@ def test_a_whole_job_with_a_worker_that_dies(launcher: Launcher) -> None:
 
 
 @pytest.mark.parametrize(("text", "status"), [("raise SystemExit(4)", 4), ("import bpsx, sys; sys.argv[1:] or bpsx.init()\nraise SystemExit(4)", 4),
-                                              ("pass", 143)])
+                                              ("pass", 1)])
 def test_a_job_that_can_no_longer_form_is_ended_at_once(launcher: Launcher, text: str, status: int) -> None:
     # The grace is longer than the test may take.
     script = "import os, sys\nif os.environ['DMLC_WORKER_ID'] == '0': sys.argv.append('leave')\n" + text
     found, _, err = finish(launcher.start(local_words("--grace", "1000", *python(script))))
     assert found == status
     assert any(line.startswith("bpsx-run: ") and "was still waiting for the job to form, got SIGTERM and " in line for line in err)
+    # What we do ourselves is no error of the scheduler's.
+    assert not any(line.startswith("[scheduler]") for line in err), err
+    none = "bpsx-run: no worker called bpsx.init(): all ended with status 0 without joining the job; "
+    assert any(line.startswith(none) for line in err) == (text == "pass"), err
+
+
+def test_a_worker_that_ends_well_without_joining_is_named_first(launcher: Launcher) -> None:
+    script = "import os\nif os.environ['DMLC_WORKER_ID'] == '0':\n import bpsx; bpsx.init()"
+    status, _, err = finish(launcher.start(local_words("--grace", "0.5", *python(script))))
+    assert status == 1
+    assert any(line.startswith("bpsx-run: worker 1 ended with status 0 without joining the job, which cannot form without it; ") for line in err), err
+
+
+@pytest.mark.parametrize(("end", "status", "story"), [
+    ("raise ValueError('mine')", 1, "exited with status 1"), ("sys.exit(3)", 3, "exited with status 3"),
+    ("sys.exit(0)", 1, "exited with status 0 before the others were done"), ("os._exit(9)", 9, "exited with status 9"),
+    ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
+])
+def test_the_last_line_begins_with_who_failed_the_job(launcher: Launcher, end: str, status: int, story: str) -> None:
+    script = ("import os, sys, bpsx, numpy as np; bpsx.init(); bpsx.push_pull(np.ones(4), 'w')\n"
+              f"if bpsx.rank() == 1: {end}\nbpsx.push_pull(np.ones(4), 'w')")
+    job = launcher.start(local_words("--workers", "3", *python(script)))
+    _, err = job.communicate()
+    last = err.decode().splitlines()[-1]
+    assert job.returncode == status, err.decode()
+    assert last.startswith(f"bpsx-run: worker 1 {story}; "), err.decode()
 
 
 def test_each_role_by_its_own_launcher(launcher: Launcher, tmp_path: Path) -> None:

@@ -171,6 +171,37 @@ def test_leaving_work_undone_is_a_failure(who, failure, text):
     assert any(o["type"] == "LOST" and text in o["text"] for _, o in outputs) and m.state == "failed"
 
 
+def test_the_first_cause_is_blamed():
+    m = running(3, 1)
+    assert m.blamed is None
+    m.bye(b"w1", {"failure": ""})
+    m.bye(b"w0", {"failure": "ended by PeerLeftError: tensor 'a': worker 1 has left"})
+    m.gone(b"s0", "x")
+    assert str(m.blamed) == "worker 1 (h, pid 101)"
+    for end, who in ((lambda m: m.gone(b"w2", "x"), "w2"), (lambda m: m.bye(b"w2", {"failure": "ended by ValueError: x"}), "w2"),
+                     (lambda m: m.bye(b"s0", {"failure": ""}), "s0")):
+        m = running(3, 1)
+        m.bye(b"w1", {"failure": ""})
+        end(m)
+        m.gone(b"w0", "x")
+        assert m.blamed.ident.decode() == who
+    m = running()
+    m.abort("the scheduler was ended by SIGTERM")
+    assert m.blamed is None
+
+
+def test_an_asynchronous_job_that_has_lost_a_worker_ends_saying_so():
+    m = members()
+    m.hello(b"s0", hello("server", -1, config=config(2, 1, BYTEPS_ENABLE_ASYNC=1)))
+    for rank in (0, 1):
+        m.hello(b"w%d" % rank, hello("worker", rank, config=config(2, 1, BYTEPS_ENABLE_ASYNC=1)))
+    m.gone(b"w1", "its connection broke")
+    assert m.state == "running" and not m.survived
+    m.bye(b"w0", {"failure": ""})
+    assert m.state == "failed" and m.survived
+    assert m.failure == "worker 1 (h, pid 101) is gone: its connection broke; the others have gone on and left in good order"
+
+
 def test_servers_are_told_to_end_when_the_last_worker_is_gone_even_after_a_failure():
     m = running()
     m.gone(b"w0", "x")

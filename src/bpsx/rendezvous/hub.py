@@ -92,7 +92,7 @@ class Hub:
 
     def announce(self) -> None:
         """Say where we listen: in the log, and in the file that the launcher named."""
-        self._tell_launcher(b"w")
+        self._tell_launcher("waiting")
         if self._config.port_file:
             path = Path(self._config.port_file)
             draft = path.with_name(path.name + ".new")
@@ -102,10 +102,10 @@ class Hub:
             os.replace(draft, path)
         log.info("listening on %s:%d", self._config.root_uri, self.port)
 
-    def _tell_launcher(self, state: bytes) -> None:
+    def _tell_launcher(self, line: str) -> None:
         if self._config.state_fd >= 0:
             with contextlib.suppress(OSError):      # it may have gone
-                os.write(self._config.state_fd, state)
+                os.write(self._config.state_fd, f"{line}\n".encode())
 
     def interrupt(self, name: str) -> None:
         """End because of the signal called ``name``; for its handler. It takes effect between messages: an exception out of the handler
@@ -115,17 +115,24 @@ class Hub:
 
     def run(self) -> int:
         """Serve until the job is over. Returns 0 if all workers left in good order, else 1."""
+        ended_for_us = False
         try:
             self._gather()
             if self._members.state == "running":
-                self._tell_launcher(b"r")
+                self._tell_launcher("running")
                 log.info("the job is complete: %s", names(self._members.present()))
                 if self._exporter is not None:
                     self._send(self._observers.watch_for(1e9))
                 while self._members.state == "running":
                     self._turn(None)
+                if blamed := self._members.blamed:
+                    self._tell_launcher(f"blame {blamed.role} {blamed.rank} {blamed.pid}")
             self._farewell()
         except Interrupted as e:
+            # A launcher that runs us has ended us, and says why; or it sees by this that somebody else has.
+            ended_for_us = self._config.state_fd >= 0 and self._members.state in ("waiting", "running")
+            if ended_for_us:
+                self._tell_launcher(f"blame scheduler 0 {os.getpid()}")
             self._send(self._members.abort(f"the scheduler at {self._config.root_uri}:{self.port} was ended by {e}"))
             self._farewell()
         finally:
@@ -134,8 +141,10 @@ class Hub:
             self._socket.disable_monitor()
             self._context.destroy(500)
             os.close(self._wake)
-        if self._members.state != "done":
-            log.error("the job has failed: %s", self._members.failure)
+        if self._members.survived:
+            log.warning("the job is over: %s", self._members.failure)
+        elif self._members.state != "done":
+            log.log(logging.INFO if ended_for_us else logging.ERROR, "the job has failed: %s", self._members.failure)
         return 0 if self._members.state == "done" else 1
 
     def _gather(self) -> None:

@@ -22,6 +22,8 @@ from bpsx.rendezvous.vanished import Vanished
 
 Output = tuple[bytes, dict[str, Any]]
 _ASYNC = "BYTEPS_ENABLE_ASYNC"
+#: How the failure begins of a worker whose script ends by this exception.
+_FOR_WANT = "ended by PeerLeftError"
 
 
 @dataclass
@@ -36,6 +38,7 @@ class Node:
     lanes: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     left: bool = False
+    early: bool = False         # the first worker to leave, in good order
 
     def __str__(self) -> str:
         return f"{self.role} {self.rank} ({self.host}, pid {self.pid})"
@@ -302,10 +305,15 @@ class Membership:
         if self.state == "waiting":
             del self.nodes[ident]
             return out
+        node.early = not any(w.early for w in self._of("worker")) and not m["failure"]
         self._stalls.report(node.rank, [], False) if node.role == "worker" else None
         if m["failure"] and self.state == "running":
+            # Who failed for want of one that had left is not the first cause.
+            early = [w for w in self._of("worker") if w.early] if m["failure"].startswith(_FOR_WANT) else []
+            self.blamed = self.blamed or next(iter(early), node)
             return out + self._lost(node, f"{node} has failed: {m['failure']}") + self._after_leaving(node)
         if node.role == "server" and self.state == "running":
+            self.blamed = self.blamed or node
             return out + self._fail(f"{node} has left while workers were running")
         return out + self._after_leaving(node)
 
@@ -332,6 +340,7 @@ class Membership:
 
     def _lost(self, node: Node, text: str) -> list[Output]:
         """A node is gone that should not be: the end of the job, unless it is asynchronous and lacks only a worker."""
+        self.blamed = self.blamed or node
         workers = [w for w in self._of("worker") if not w.left]
         if node.role != "worker" or not self.asynchronous or not workers:
             return self._fail("; ".join([*self._dead, text]))
@@ -355,7 +364,9 @@ class Membership:
             out += self._joins.left(*self._here()) + self._end_join()
         if not workers:
             if self.state == "running":
-                self.state, self.failure = ("failed", "; ".join(self._dead)) if self._dead else ("done", "")
+                self.survived = bool(self._dead)
+                self.state = "failed" if self._dead else "done"
+                self.failure = "; ".join(self._dead) + "; the others have gone on and left in good order" if self._dead else ""
             if node.role == "worker":
                 out += [(s.ident, {"type": "END"}) for s in servers]
         return out
