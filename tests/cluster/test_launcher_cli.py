@@ -23,6 +23,8 @@ WORKER = {"DMLC_ROLE": "worker"}
 
 @pytest.mark.parametrize(("arguments", "environment", "named"), [
     (["true"], {}, "DMLC_ROLE"),
+    ([], {}, "bpsx-run --local COMMAND. All else: bpsx-run --help"),
+    (["trace", "--scheduler", "x", "--seconds", "1"], {}, "HOST:PORT"),
     (["true"], {"DMLC_ROLE": "boss"}, "DMLC_ROLE"),
     (["true"], {"DMLC_ROLE": "server"}, "DMLC_PS_ROOT_URI"),
     (["true"], {**WORKER, "DMLC_NUM_WORKER": "2"}, "DMLC_PS_ROOT_PORT"),
@@ -59,11 +61,18 @@ def test_help_and_version(launcher: Launcher) -> None:
     assert status == 0
     text = "\n".join(out)
     for word in ("--local", "--hostfile", "doctor", "NVIDIA_VISIBLE_DEVICES", "BYTEPS_NUMA_ON", "BYTEPS_NUMA_DEFAULT_QUOTA", "BYTEPS_NUMA_ROOT_QUOTA",
-                 "BYTEPS_VISIBLE_CPU_CORES", "BYTEPS_CPU_BLACKLIST", "BYTEPS_MULTITHREADED_CPU", "BYTEPS_ENABLE_GDB", "BPSX_SECRET", "Exit status"):
+                 "BYTEPS_VISIBLE_CPU_CORES", "BYTEPS_CPU_BLACKLIST", "BYTEPS_MULTITHREADED_CPU", "BYTEPS_ENABLE_GDB", "BPSX_SECRET",
+                 "PYTHONUNBUFFERED=1", "Exit status"):
         assert word in text
     status, out, _ = finish(launcher.start(words("--version")))
     assert status == 0
     assert out[0].startswith("bpsx ")
+
+
+def test_a_variable_that_local_does_not_heed_is_named(launcher: Launcher) -> None:
+    single = words("--local", "--workers", "1", "--servers", "0", "true")
+    assert finish(launcher.start(single, {"NVIDIA_VISIBLE_DEVICES": "0,1"})) == (
+        0, [], ["bpsx-run: warning: NVIDIA_VISIBLE_DEVICES has no effect with --local: --processes N does that (1 now)"])
 
 
 def test_it_starts_quickly_and_with_one_thread(launcher: Launcher) -> None:
