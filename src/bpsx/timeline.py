@@ -84,8 +84,9 @@ def events(records: Sequence[Record], names: Mapping[int, str], estimates: list[
     busy: dict[str, int] = {}
     for r in sorted(records, key=lambda r: (r.end if r.what == TOTAL else r.begin)):
         tensor = names.get(r.key, f"key {r.key}")
-        offset = offset_at(estimates, r.begin)      # one for both ends: durations are the own clock's
-        ts, end = (r.begin + offset) // 1000, (r.end + offset) // 1000
+        # Each end by itself: the scheduler's time grows with our own, so what is nested stays nested. (One offset for both would shift
+        # neighbours that begin at different times against each other.)
+        ts, end = ((t + offset_at(estimates, t)) // 1000 for t in (r.begin, r.end))
         made.append(event(r, tensor, ts, end))
         if r.what == TOTAL:
             if busy.get(tensor, ts) > ts:
