@@ -17,6 +17,7 @@ from typing import Any
 
 from bpsx import secret
 from bpsx.errors import ConfigError
+from bpsx.values import FLAG, blacklist, choice, cpu_lists, flag, host_port, integer, number
 
 
 @dataclass(frozen=True)
@@ -32,73 +33,9 @@ class Option:
     group: str
 
 
-def _integer(low: int, high: int = 2**62) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        value = int(text)
-        if not low <= value <= high:
-            raise ValueError
-        return value
-
-    return parse
-
-
-def _number(low: float) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        value = float(text)
-        if not low <= value < float("inf"):
-            raise ValueError
-        return value
-
-    return parse
-
-
-def _choice(*values: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text.lower() not in values:
-            raise ValueError
-        return text.lower()
-
-    return parse
-
-
-def _flag(text: str) -> bool:
-    known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False, "": False}
-    try:
-        return known[text.strip().lower()]
-    except KeyError:
-        raise ValueError from None
-
-
-def _port(text: str) -> tuple[str, int]:
-    """``port`` or ``host:port``, an IPv6 host in brackets; loopback without a host."""
-    host, _, port = text.rpartition(":")
-    if not port.isascii() or not port.isdigit() or int(port) > 65535 or (":" in host and not host.startswith("[")):
-        raise ValueError
-    return host.strip("[]") or "127.0.0.1", int(port)
-
-
-def cpu_list(text: str) -> frozenset[int]:
-    """Logical CPUs from text as the kernel writes it: ``0-3,8``. Raises :class:`ValueError`."""
-    found: set[int] = set()
-    for part in text.split(","):
-        low, dash, high = part.strip().partition("-")
-        first, last = int(low), int(high) if dash else int(low)
-        if not 0 <= first <= last < 65536:
-            raise ValueError
-        found.update(range(first, last + 1))
-    return frozenset(found)
-
-
-def _cpu_lists(text: str) -> str:
-    for part in text.split(":") if text else ():
-        cpu_list(part)
-    return text
-
-
-def _blacklist(text: str) -> str:
-    if text != "-1":
-        cpu_list(text)
-    return text
+def _path(text: str) -> str:
+    """``~`` is the home folder also where no shell has seen it, as in a file of variables."""
+    return os.path.expanduser(text)
 
 
 _ROLES = ("worker", "server", "scheduler")
@@ -106,7 +43,6 @@ _HASHES = ("balanced", "naive", "built_in", "djb2", "sdbm")
 _LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 #: Values of DMLC_ENABLE_RDMA -> name of the transport.
 TRANSPORT_NAMES = {"0": "zeromq", "zmq": "zeromq", "zeromq": "zeromq"}
-_FLAG = "0 or 1"
 #: Worker processes in a job: a server keeps a record of each for every partition.
 MOST_WORKERS = 65535
 
@@ -124,121 +60,121 @@ _JOB, _TUNE, _FAIL, _LOG, _SEE, _TRUST = "Job", "Tuning", "Failure", "Logging an
 _LAUNCH = "Launcher"
 
 OPTIONS: tuple[Option, ...] = (
-    Option("role", "DMLC_ROLE", _choice(*_ROLES), None, " | ".join(_ROLES), "What this process is.", _JOB),
+    Option("role", "DMLC_ROLE", choice(*_ROLES), None, " | ".join(_ROLES), "What this process is.", _JOB),
     Option("root_uri", "DMLC_PS_ROOT_URI", str, None, "address or host name", "Where the scheduler listens.", _JOB),
-    Option("root_port", "DMLC_PS_ROOT_PORT", _integer(0, 65535), None, "0..65535",
+    Option("root_port", "DMLC_PS_ROOT_PORT", integer(0, 65535), None, "0..65535",
            "The scheduler's port. With 0 the scheduler takes a free one and prints it.", _JOB),
-    Option("num_worker", "DMLC_NUM_WORKER", _integer(1, 65535), 1, "1..65535", "Number of worker machines.", _JOB),
-    Option("num_server", "DMLC_NUM_SERVER", _integer(0, 65535), None, "0..65535",
+    Option("num_worker", "DMLC_NUM_WORKER", integer(1, 65535), 1, "1..65535", "Number of worker machines.", _JOB),
+    Option("num_server", "DMLC_NUM_SERVER", integer(0, 65535), None, "0..65535",
            "Number of server processes; required unless a single worker runs without servers.", _JOB),
-    Option("worker_id", "DMLC_WORKER_ID", _integer(0, 65534), None, "0..DMLC_NUM_WORKER-1", "Which worker machine this is.", _JOB),
-    Option("local_rank", "BYTEPS_LOCAL_RANK", _integer(0, 65534), 0, "0..BYTEPS_LOCAL_SIZE-1",
+    Option("worker_id", "DMLC_WORKER_ID", integer(0, 65534), None, "0..DMLC_NUM_WORKER-1", "Which worker machine this is.", _JOB),
+    Option("local_rank", "BYTEPS_LOCAL_RANK", integer(0, 65534), 0, "0..BYTEPS_LOCAL_SIZE-1",
            "Index of this process on its machine.", _JOB),
-    Option("local_size", "BYTEPS_LOCAL_SIZE", _integer(1, 65535), 1, "1..65535",
+    Option("local_size", "BYTEPS_LOCAL_SIZE", integer(1, 65535), 1, "1..65535",
            "Worker processes per machine, the same on all; rank = worker id * local size + local rank.", _JOB),
-    Option("local_reduce", "BPSX_LOCAL_REDUCE", _flag, True, _FLAG,
+    Option("local_reduce", "BPSX_LOCAL_REDUCE", flag, True, FLAG,
            "With BYTEPS_LOCAL_SIZE > 1: the processes of a machine sum in shared memory first, and one of them speaks to the servers. "
            "0: each speaks for itself.", _JOB),
-    Option("force_distributed", "BYTEPS_FORCE_DISTRIBUTED", _flag, False, _FLAG,
+    Option("force_distributed", "BYTEPS_FORCE_DISTRIBUTED", flag, False, FLAG,
            "Use servers even with a single worker, which otherwise needs neither servers nor scheduler.", _JOB),
-    Option("asynchronous", "BYTEPS_ENABLE_ASYNC", _flag, False, _FLAG,
+    Option("asynchronous", "BYTEPS_ENABLE_ASYNC", flag, False, FLAG,
            "Asynchronous training: servers hold values and add what is pushed, no worker waits for another. The same on all workers and "
            "servers. See docs/async.md.", _JOB),
     Option("node_host", "DMLC_NODE_HOST", str, "", "address", "Own address to listen on and advertise. Default: the one from which the "
            "scheduler is reached.", _JOB),
     Option("interface", "DMLC_INTERFACE", str, "", "interface name", "Take the own address from this interface; DMLC_NODE_HOST wins.", _JOB),
-    Option("transport", "DMLC_ENABLE_RDMA", _choice(*TRANSPORT_NAMES), "0", " | ".join(TRANSPORT_NAMES),
+    Option("transport", "DMLC_ENABLE_RDMA", choice(*TRANSPORT_NAMES), "0", " | ".join(TRANSPORT_NAMES),
            "Transport between workers and servers: 0 and zmq are TCP through ZeroMQ.", _JOB),
-    Option("partition_bytes", "BYTEPS_PARTITION_BYTES", _integer(4096), 4096000, "a whole number of bytes, at least 4096",
+    Option("partition_bytes", "BYTEPS_PARTITION_BYTES", integer(4096), 4096000, "a whole number of bytes, at least 4096",
            "Tensors are cut into partitions of at most this size (rounded up to a page). The same on all workers.", _TUNE),
-    Option("key_hash_fn", "BYTEPS_KEY_HASH_FN", _choice(*_HASHES), "balanced", " | ".join(_HASHES),
+    Option("key_hash_fn", "BYTEPS_KEY_HASH_FN", choice(*_HASHES), "balanced", " | ".join(_HASHES),
            "How partitions are spread over servers: by bytes (balanced) or by one of BytePS' hashes. The same on all workers.", _TUNE),
-    Option("hash_coefficient", "BYTEPS_BUILT_IN_HASH_COEF", _integer(1, 2**31), 1, "1..2147483648", "Multiplier of the built_in hash.", _TUNE),
-    Option("scheduling_credit", "BYTEPS_SCHEDULING_CREDIT", _integer(0), 4, "partitions; 0: no bound",
+    Option("hash_coefficient", "BYTEPS_BUILT_IN_HASH_COEF", integer(1, 2**31), 1, "1..2147483648", "Multiplier of the built_in hash.", _TUNE),
+    Option("scheduling_credit", "BYTEPS_SCHEDULING_CREDIT", integer(0), 4, "partitions; 0: no bound",
            "How much a worker hands to the transport per connection before it has been written out, in partitions. "
            "A small credit lets urgent tensors overtake; 0 switches priorities off in effect.", _TUNE),
-    Option("engine_threads", "BYTEPS_SERVER_ENGINE_THREAD", _integer(1, 256), _default_lanes, "1..256",
+    Option("engine_threads", "BYTEPS_SERVER_ENGINE_THREAD", integer(1, 256), _default_lanes, "1..256",
            "Lanes of a server: each is a thread, a port and one connection per worker. Default: a quarter of the cores, 1 to 4.", _TUNE),
-    Option("server_schedule", "BYTEPS_SERVER_ENABLE_SCHEDULE", _flag, False, _FLAG,
+    Option("server_schedule", "BYTEPS_SERVER_ENABLE_SCHEDULE", flag, False, FLAG,
            "A server takes waiting pushes by priority instead of by arrival.", _TUNE),
-    Option("zmq_threads", "BYTEPS_ZMQ_NTHREADS", _integer(1, 256), _default_lanes, "1..256",
+    Option("zmq_threads", "BYTEPS_ZMQ_NTHREADS", integer(1, 256), _default_lanes, "1..256",
            "ZeroMQ I/O threads of a process. Default: a quarter of the cores, 1 to 4.", _TUNE),
-    Option("send_buffer", "BPSX_SEND_BUFFER_KB", _integer(0, 2**20), 0, "KiB; 0: chosen",
+    Option("send_buffer", "BPSX_SEND_BUFFER_KB", integer(0, 2**20), 0, "KiB; 0: chosen",
            "Send buffer of each data connection. By default 448 on loopback, where a small one keeps the data in the caches, and the system's own "
            "tuning elsewhere.", _TUNE),
-    Option("spin_us", "BPSX_SPIN_US", _number(0), 50.0, "microseconds",
+    Option("spin_us", "BPSX_SPIN_US", number(0), 50.0, "microseconds",
            "How long a thread without work yields the core before it sleeps. Waking it costs more than this on most machines.", _TUNE),
-    Option("fixed_order", "BPSX_FIXED_ORDER", _flag, False, _FLAG,
+    Option("fixed_order", "BPSX_FIXED_ORDER", flag, False, FLAG,
            "Servers add the workers' pushes by rank, so that float sums of three and more workers are the same bits in every run. "
            "(All workers get the same bits in any case.)", _TUNE),
-    Option("keep_memory", "BPSX_KEEP_MEMORY_MB", _integer(0, 2**20), 256, "MiB; 0: leave malloc alone",
+    Option("keep_memory", "BPSX_KEEP_MEMORY_MB", integer(0, 2**20), 256, "MiB; 0: leave malloc alone",
            "Let malloc keep this much freed memory instead of returning it: fresh pages for every message cost a fifth of the rate.", _TUNE),
-    Option("rendezvous_timeout", "BPSX_RENDEZVOUS_TIMEOUT", _number(0.1), 300.0, "seconds",
+    Option("rendezvous_timeout", "BPSX_RENDEZVOUS_TIMEOUT", number(0.1), 300.0, "seconds",
            "How long the job may take to come together before everybody gives up, naming who is missing.", _FAIL),
-    Option("gather_grace", "BPSX_GATHER_GRACE", _number(0), 3.0, "seconds",
-           "While the job is coming together: how long one who had come and whose connection broke (a process that died, the scheduler) may "
-           "take to come back before everybody gives up, naming it.", _FAIL),
-    Option("heartbeat_interval", "PS_HEARTBEAT_INTERVAL", _number(0), 5.0, "seconds; 0: off",
+    Option("gather_grace", "BPSX_GATHER_GRACE", number(0), 3.0, "seconds",
+           "While the job is coming together: how long one who had come and whose connection broke (a process that died, the scheduler), or who "
+           "was refused for its options, may take to come back before everybody gives up, naming it.", _FAIL),
+    Option("heartbeat_interval", "PS_HEARTBEAT_INTERVAL", number(0), 5.0, "seconds; 0: off",
            "How often connections are probed.", _FAIL),
-    Option("heartbeat_timeout", "PS_HEARTBEAT_TIMEOUT", _number(0), 30.0, "seconds",
+    Option("heartbeat_timeout", "PS_HEARTBEAT_TIMEOUT", number(0), 30.0, "seconds",
            "Silence after which a peer counts as dead. A killed process is noticed at once.", _FAIL),
-    Option("stall_warn", "BPSX_STALL_WARN_SECONDS", _number(0.1), 30.0, "seconds",
+    Option("stall_warn", "BPSX_STALL_WARN_SECONDS", number(0.1), 30.0, "seconds",
            "A push_pull older than this is reported: tensor, round, who has not pushed.", _FAIL),
-    Option("deadlock_after", "BPSX_DEADLOCK_SECONDS", _number(0.5), 60.0, "seconds",
+    Option("deadlock_after", "BPSX_DEADLOCK_SECONDS", number(0.5), 60.0, "seconds",
            "When all workers have waited this long for tensors that another one has not pushed, those push_pulls fail.", _FAIL),
-    Option("shutdown_timeout", "BPSX_SHUTDOWN_TIMEOUT", _number(0.1), 5.0, "seconds",
+    Option("shutdown_timeout", "BPSX_SHUTDOWN_TIMEOUT", number(0.1), 5.0, "seconds",
            "How long shutdown waits for push_pulls under way and for the scheduler's goodbye.", _FAIL),
-    Option("log_level", "BYTEPS_LOG_LEVEL", _choice(*_LEVELS), "warning", " | ".join(_LEVELS), "What is logged, to standard error.", _LOG),
-    Option("log_hide_time", "BYTEPS_LOG_HIDE_TIME", _flag, False, _FLAG, "Log without the time.", _LOG),
-    Option("verbose", "PS_VERBOSE", _integer(0, 2), 0, "0 | 1 | 2",
+    Option("log_level", "BYTEPS_LOG_LEVEL", choice(*_LEVELS), "warning", " | ".join(_LEVELS), "What is logged, to standard error.", _LOG),
+    Option("log_hide_time", "BYTEPS_LOG_HIDE_TIME", flag, False, FLAG, "Log without the time.", _LOG),
+    Option("verbose", "PS_VERBOSE", integer(0, 2), 0, "0 | 1 | 2",
            "1: tell of connections made and lost; 2: also of every message (kind, key, round, bytes, peer), from workers and servers.", _SEE),
-    Option("key_log", "PS_KEY_LOG", _flag, False, _FLAG,
+    Option("key_log", "PS_KEY_LOG", flag, False, FLAG,
            "A server tells of each key at first sight: tensor name, type, bytes. A worker does at BYTEPS_LOG_LEVEL=debug.", _SEE),
-    Option("sample_tensor", "BYTEPS_DEBUG_SAMPLE_TENSOR", _integer(-1, 2**64 - 1), None, "a key; -1: all",
+    Option("sample_tensor", "BYTEPS_DEBUG_SAMPLE_TENSOR", integer(-1, 2**64 - 1), None, "a key; -1: all",
            "A worker prints this key's first and last element at each stage of each push_pull.", _SEE),
-    Option("server_debug", "BYTEPS_SERVER_DEBUG", _flag, False, _FLAG,
+    Option("server_debug", "BYTEPS_SERVER_DEBUG", flag, False, FLAG,
            "A server prints first and last element as they are received, summed and sent.", _SEE),
-    Option("server_debug_key", "BYTEPS_SERVER_DEBUG_KEY", _integer(-1, 2**64 - 1), -1, "a key; -1: all", "... of this key.", _SEE),
-    Option("telemetry", "BYTEPS_TELEMETRY_ON", _flag, True, _FLAG,
+    Option("server_debug_key", "BYTEPS_SERVER_DEBUG_KEY", integer(-1, 2**64 - 1), -1, "a key; -1: all", "... of this key.", _SEE),
+    Option("telemetry", "BYTEPS_TELEMETRY_ON", flag, True, FLAG,
            "Count the bytes of tensors that come home; without it get_pushpull_speed() returns (0.0, 0.0).", _SEE),
-    Option("trace_on", "BYTEPS_TRACE_ON", _flag, False, _FLAG, "Record a timeline of the steps below, on workers and servers.", _SEE),
-    Option("trace_start", "BYTEPS_TRACE_START_STEP", _integer(1, 2**31), 10, "1 or more",
+    Option("trace_on", "BYTEPS_TRACE_ON", flag, False, FLAG, "Record a timeline of the steps below, on workers and servers.", _SEE),
+    Option("trace_start", "BYTEPS_TRACE_START_STEP", integer(1, 2**31), 10, "1 or more",
            "First step recorded. A tensor's step is its own count of push_pulls, from 1.", _SEE),
-    Option("trace_end", "BYTEPS_TRACE_END_STEP", _integer(2, 2**31), 20, "more than BYTEPS_TRACE_START_STEP", "Last step recorded.", _SEE),
-    Option("trace_dir", "BYTEPS_TRACE_DIR", str, "./traces", "folder",
+    Option("trace_end", "BYTEPS_TRACE_END_STEP", integer(2, 2**31), 20, "more than BYTEPS_TRACE_START_STEP", "Last step recorded.", _SEE),
+    Option("trace_dir", "BYTEPS_TRACE_DIR", _path, "./traces", "folder",
            "Timelines go to LOCAL_RANK/comm.json and server-RANK/comm.json in it.", _SEE),
-    Option("metrics_port", "BPSX_METRICS_PORT", _port, None, "PORT or HOST:PORT; PORT 0: a free one, logged",
+    Option("metrics_port", "BPSX_METRICS_PORT", host_port, None, "PORT or HOST:PORT; PORT 0: a free one, logged",
            "The scheduler serves the job's metrics to Prometheus here; on loopback unless a host is given. Off by default.", _SEE),
-    Option("cache_dir", "BPSX_CACHE_DIR", str, "", "folder", "Where compiled kernels are kept. Default: bpsx in the user's cache folder.", _LOG),
-    Option("socket_path", "BYTEPS_SOCKET_PATH", str, "", "folder",
+    Option("cache_dir", "BPSX_CACHE_DIR", _path, "", "folder", "Where compiled kernels are kept. Default: bpsx in the user's cache folder.", _LOG),
+    Option("socket_path", "BYTEPS_SOCKET_PATH", _path, "", "folder",
            "Where processes of one machine meet: a folder of this user's below it. Default: the user's runtime folder, else the temporary "
            "folder.", _LOG),
-    Option("port_file", "BPSX_PORT_FILE", str, "", "path",
+    Option("port_file", "BPSX_PORT_FILE", _path, "", "path",
            "The scheduler writes its port here once it listens; the launcher reads it.", _LOG),
     Option("secret", "BPSX_SECRET", str, "", "text of 16 to 4096 bytes",
            "The job secret, the same for all processes of a job: who does not know it is kept out (docs/security.md). Wins over BPSX_SECRET_FILE.",
            _TRUST),
-    Option("secret_file", "BPSX_SECRET_FILE", str, "", "path", "File that holds the job secret; readable by its owner only.", _TRUST),
-    Option("insecure", "BPSX_INSECURE", _flag, False, _FLAG, "Run without a secret although others than this machine can reach the job.", _TRUST),
-    Option("encrypt", "BPSX_ENCRYPT", _integer(0, 1), 0, _FLAG,
+    Option("secret_file", "BPSX_SECRET_FILE", _path, "", "path", "File that holds the job secret; readable by its owner only.", _TRUST),
+    Option("insecure", "BPSX_INSECURE", flag, False, FLAG, "Run without a secret although others than this machine can reach the job.", _TRUST),
+    Option("encrypt", "BPSX_ENCRYPT", flag, False, FLAG,
            "Encrypt gradients between workers and servers, too. The same on all processes; control messages are always encrypted.", _TRUST),
-    Option("state_fd", "BPSX_STATE_FD", _integer(-1, 2**20), -1, "a file descriptor; -1: none",
-           "The scheduler writes there how far the job is: w (waiting), then r (running). The launcher reads it.", _LAUNCH),
+    Option("state_fd", "BPSX_STATE_FD", integer(-1, 2**20), -1, "a file descriptor; -1: none",
+           "The scheduler writes lines there: waiting, then running, then who has failed the job, if anybody has. The launcher reads it.", _LAUNCH),
     Option("visible_devices", "NVIDIA_VISIBLE_DEVICES", str, "", "all | none | void | names, comma separated",
            "bpsx-run starts one worker process per entry; with all one per GPU. Unset, empty, none or void: BYTEPS_LOCAL_SIZE processes.", _LAUNCH),
-    Option("numa_on", "BYTEPS_NUMA_ON", _flag, True, _FLAG,
+    Option("numa_on", "BYTEPS_NUMA_ON", flag, True, FLAG,
            "bpsx-run binds the worker processes of a machine to cores when there are several, or when one of the next four options is set.", _LAUNCH),
-    Option("numa_default_quota", "BYTEPS_NUMA_DEFAULT_QUOTA", _integer(0, 65535), 0, "0..65535; 0: cores / processes",
+    Option("numa_default_quota", "BYTEPS_NUMA_DEFAULT_QUOTA", integer(0, 65535), 0, "0..65535; 0: cores / processes",
            "Physical cores of each worker process but the root.", _LAUNCH),
-    Option("numa_root_quota", "BYTEPS_NUMA_ROOT_QUOTA", _integer(0, 65535), 0, "0..65535; 0: what is left",
+    Option("numa_root_quota", "BYTEPS_NUMA_ROOT_QUOTA", integer(0, 65535), 0, "0..65535; 0: what is left",
            "Physical cores of the root, the process with the largest local rank.", _LAUNCH),
-    Option("visible_cpu_cores", "BYTEPS_VISIBLE_CPU_CORES", _cpu_lists, "", "lists of logical CPUs as 0-3,8, with a colon between local ranks",
+    Option("visible_cpu_cores", "BYTEPS_VISIBLE_CPU_CORES", cpu_lists, "", "lists of logical CPUs as 0-3,8, with a colon between local ranks",
            "Exactly the CPUs of each worker process; quotas and blacklist do not count then.", _LAUNCH),
-    Option("cpu_blacklist", "BYTEPS_CPU_BLACKLIST", _blacklist, "-1", "logical CPUs as 0-3,8; -1: none",
+    Option("cpu_blacklist", "BYTEPS_CPU_BLACKLIST", blacklist, "-1", "logical CPUs as 0-3,8; -1: none",
            "CPUs that no worker process is bound to.", _LAUNCH),
-    Option("multithreaded_cpu", "BYTEPS_MULTITHREADED_CPU", _flag, True, _FLAG,
+    Option("multithreaded_cpu", "BYTEPS_MULTITHREADED_CPU", flag, True, FLAG,
            "A process gets all hardware threads of its cores; 0: the first of each.", _LAUNCH),
-    Option("enable_gdb", "BYTEPS_ENABLE_GDB", _flag, False, _FLAG,
+    Option("enable_gdb", "BYTEPS_ENABLE_GDB", flag, False, FLAG,
            "bpsx-run runs workers and servers under gdb, which prints all threads' backtraces after a crash.", _LAUNCH),
 )
 
@@ -314,46 +250,69 @@ class Config:
             return secret.accept(self.secret, "BPSX_SECRET")
         return secret.read(self.secret_file) if self.secret_file else b""
 
-    def require(self, *fields: str) -> None:
-        """Raise :class:`~bpsx.errors.ConfigError` naming the variables among ``fields`` that are not set."""
+    def _missing(self, *fields: str) -> Iterable[str]:
         missing = [o for o in OPTIONS if o.field in fields and getattr(self, o.field) is None]
         if missing:
-            lines = "; ".join(f"{o.env} ({o.help.rstrip('.')}; {o.allowed})" for o in missing)
-            raise ConfigError(f"not set: {lines}")
+            yield "not set: " + "; ".join(f"{o.env} ({o.help.rstrip('.')}; {o.allowed})" for o in missing)
 
-    def _check_servers(self) -> None:
+    def _server_faults(self) -> Iterable[str]:
         """Whether there are as many as are needed."""
         if self.role == "worker" and self.num_worker == 1 and self.shares_machine and not self.force_distributed:
             return
-        self.require("num_server")
+        yield from self._missing("num_server")
         # A scheduler cannot know how many processes its one machine has.
-        if self.num_server < 1 and not (self.role == "scheduler" and self.num_worker == 1):
-            raise ConfigError("DMLC_NUM_SERVER=0: at least one server is needed, except on a single machine")
+        if self.num_server == 0 and not (self.role == "scheduler" and self.num_worker == 1):
+            yield "DMLC_NUM_SERVER=0: at least one server is needed, except on a single machine"
+
+    def _worker_faults(self) -> Iterable[str]:
+        if self.size > MOST_WORKERS:
+            yield f"DMLC_NUM_WORKER x BYTEPS_LOCAL_SIZE = {self.size} workers: at most {MOST_WORKERS} are possible"
+        if (self.worker_id or 0) >= self.num_worker:
+            yield f"DMLC_WORKER_ID={self.worker_id}: allowed are 0..{self.num_worker - 1} (DMLC_NUM_WORKER={self.num_worker})"
+        if self.local_rank >= self.local_size:
+            yield f"BYTEPS_LOCAL_RANK={self.local_rank}: allowed are 0..{self.local_size - 1} (BYTEPS_LOCAL_SIZE)"
+
+    def faults(self) -> Iterable[str]:
+        """What does not fit together for this role, one text each. Without a role: what fits none."""
+        yield from self._missing("role")
+        try:
+            _ = self.secret_bytes       # what is wrong with it shall be told first
+        except ConfigError as error:
+            yield str(error)
+        if self.trace_end <= self.trace_start:
+            yield f"BYTEPS_TRACE_END_STEP={self.trace_end}: must be more than BYTEPS_TRACE_START_STEP={self.trace_start}"
+        if self.role in ("scheduler", "server") or (self.role == "worker" and self.distributed):
+            yield from self._missing("root_uri", "root_port")
+            yield from self._server_faults()
+        if self.role == "worker" and self.num_worker > 1:
+            yield from self._missing("worker_id")
+        if self.role in ("worker", None):
+            yield from self._worker_faults()
 
     def check(self) -> None:
-        """Whether the values fit together for this role. Raises :class:`~bpsx.errors.ConfigError`."""
-        self.require("role")
-        _ = self.secret_bytes       # what is wrong with it shall be told first
-        if self.trace_end <= self.trace_start:
-            raise ConfigError(f"BYTEPS_TRACE_END_STEP={self.trace_end}: must be more than BYTEPS_TRACE_START_STEP={self.trace_start}")
-        if self.role != "worker" or self.distributed:
-            self.require("root_uri", "root_port")
-            self._check_servers()
-        if self.role != "worker":
-            return
-        if self.num_worker > 1:
-            self.require("worker_id")
-        if self.size > MOST_WORKERS:
-            raise ConfigError(f"DMLC_NUM_WORKER x BYTEPS_LOCAL_SIZE = {self.size} workers: at most {MOST_WORKERS} are possible")
-        if (self.worker_id or 0) >= self.num_worker:
-            raise ConfigError(f"DMLC_WORKER_ID={self.worker_id}: allowed are 0..{self.num_worker - 1} (DMLC_NUM_WORKER={self.num_worker})")
-        if self.local_rank >= self.local_size:
-            raise ConfigError(f"BYTEPS_LOCAL_RANK={self.local_rank}: allowed are 0..{self.local_size - 1} (BYTEPS_LOCAL_SIZE)")
+        """Whether the values fit together for this role. Raises :class:`~bpsx.errors.ConfigError` for the first of :meth:`faults`."""
+        for fault in self.faults():
+            raise ConfigError(fault)
+
+
+def faults(environ: Mapping[str, str] | None = None) -> list[str]:
+    """All that is wrong with the variables, where :class:`Config` and :meth:`Config.check` raise for the first. A role need not be named."""
+    good = dict(os.environ if environ is None else environ)
+    found: dict[str, str] = {}
+    for option in OPTIONS:
+        try:
+            _read(option, good)
+        except ConfigError as error:
+            found[option.env] = str(error)
+            del good[option.env]
+    # What only follows from the lack of those says nothing new.
+    more = [f for f in Config(good).faults() if not f.startswith("not set: DMLC_ROLE") and not any(env in f for env in found)]
+    return [*found.values(), *more]
 
 
 def _read(option: Option, source: Mapping[str, str]) -> Any:
     text = source.get(option.env)
-    if text is None or (text == "" and option.parse is not str):
+    if text is None or (text == "" and option.parse not in (str, _path)):
         return option.default() if callable(option.default) else option.default
     try:
         return option.parse(text.strip())
@@ -375,7 +334,7 @@ def _complain(source: Mapping[str, str]) -> Iterable[str]:
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     """A folder for compiled kernels that this user may write to: made if need be, private to the user."""
     source = os.environ if environ is None else environ
-    named = source.get("BPSX_CACHE_DIR")
+    named = _path(source.get("BPSX_CACHE_DIR", ""))
     home = source.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     fallback = Path(tempfile.gettempdir()) / f"bpsx-{os.getuid()}"
     for folder in ([Path(named)] if named else [Path(home) / "bpsx", fallback]):
@@ -397,7 +356,7 @@ def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:
     Raises :class:`~bpsx.errors.ConfigError` if somebody else owns it or others may enter it: its content could not be trusted.
     """
     source = os.environ if environ is None else environ
-    above = source.get("BYTEPS_SOCKET_PATH") or source.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    above = _path(source.get("BYTEPS_SOCKET_PATH", "")) or source.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     folder = Path(above) / f"bpsx-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

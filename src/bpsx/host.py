@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import resource
 import signal
 import time
+from typing import Any
 
 from bpsx import errors
 from bpsx.config import Config
@@ -82,9 +84,15 @@ def ending_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGTERM, signal.SIGINT, *hang_up)
 
 
+@functools.cache
+def _mallopt() -> Any:
+    """glibc's function, or None. Looked up once: every look-up leaves some memory behind."""
+    return getattr(ctypes.CDLL(None), "mallopt", None)
+
+
 def keep_memory(megabytes: int) -> None:
     """Tell glibc's malloc to keep freed memory up to this much. Elsewhere nothing happens."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = _mallopt()
     if megabytes and mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         mallopt(_M_TRIM_THRESHOLD, megabytes << 20)

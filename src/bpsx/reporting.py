@@ -249,7 +249,7 @@ class Reporter:
                 if recording is not None and recording.unwritten:
                     recording.unwritten = False
                     # Not by a thread: at the end of the interpreter none can be started.
-                    self._write(recording.path, recording.data, None)
+                    self._write(recording, recording.data, None)
             self._live = None
             # They know the session, and it knows us: a ring that only the garbage collector would break, late.
             self._send, self._stats = None, dict
@@ -281,10 +281,10 @@ class Reporter:
     def _finish(self, recording: _Recording) -> None:
         """Have a recording written, by a thread of its own: it may be long. The lock is held."""
         recording.unwritten, recording.first_done = False, 0.0
-        self._writing = threading.Thread(target=self._write, args=(recording.path, recording.data, self._writing), name="bpsx-trace")
+        self._writing = threading.Thread(target=self._write, args=(recording, recording.data, self._writing), name="bpsx-trace")
         self._writing.start()
 
-    def _write(self, path: Path, data: bytes, before: threading.Thread | None) -> None:
+    def _write(self, recording: _Recording, data: bytes, before: threading.Thread | None) -> None:
         if before is not None:
             before.join()
         estimates = self._clock.estimates()
@@ -294,6 +294,7 @@ class Reporter:
             estimates = [Estimate(now, time.time_ns() - now, 0)]
         about = {**self._about, "clock": "scheduler" if aligned else "own", "clock_error_us": self._clock.error_ns / 1000,
                  "dropped": sum(w.lost for w in self.watchers)}
+        path = recording.path
         try:
             made = timeline.events(list(timeline.unpack(data)), self.names, estimates)
             path = timeline.write_own(path, timeline.document(made, about), about)
@@ -301,5 +302,8 @@ class Reporter:
             log.error("cannot write the timeline %s (BYTEPS_TRACE_DIR): %s", path, e)
             return
         log.info("timeline: %d events in %s", len(made), path)
+        if not made and recording.flag == timeline.WINDOW and self._about["role"] == "worker":
+            log.warning("the timeline %s has no events: no tensor has been through as many push_pulls as BYTEPS_TRACE_START_STEP=%d says "
+                        "(BYTEPS_TRACE_END_STEP=%d)", path, self._config.trace_start, self._config.trace_end)
         if self._send is not None:
             self._send("TRACED", path=str(path), records=len(made))

@@ -256,7 +256,7 @@ class Session:
         for lane in self._endpoint.lost():
             if self._broken is None:
                 where = self._lane_name(lane) if lane >= 0 else "a server"
-                connections.info("the connection to %s is gone", where)
+                connections.info("the connection to %s %s", where, "has ended" if self._leaving else "is gone")
                 self._broken = (time.monotonic(), f"{where} is gone: its connection broke")
 
     def _tick(self) -> None:

@@ -26,6 +26,8 @@ WINDOW, LIVE = 1, 2
 NAMES: dict[int, str] = {**{s.value: s.name for s in Stage if s is not Stage.END},
                          RECEIVE: "RECEIVE", SUM: "SUM", SEND: "SEND", ROUND: "ROUND"}
 FILE = "comm.json"
+#: What may be the matter with a timeline without events.
+NO_EVENTS = "did the job reach BYTEPS_TRACE_START_STEP, 10 by default? A tensor's step is its own count of push_pulls"
 
 
 class Record(NamedTuple):
@@ -82,8 +84,9 @@ def events(records: Sequence[Record], names: Mapping[int, str], estimates: list[
     busy: dict[str, int] = {}
     for r in sorted(records, key=lambda r: (r.end if r.what == TOTAL else r.begin)):
         tensor = names.get(r.key, f"key {r.key}")
-        offset = offset_at(estimates, r.begin)      # one for both ends: durations are the own clock's
-        ts, end = (r.begin + offset) // 1000, (r.end + offset) // 1000
+        # Each end by itself: the scheduler's time grows with our own, so what is nested stays nested. (One offset for both would shift
+        # neighbours that begin at different times against each other.)
+        ts, end = ((t + offset_at(estimates, t)) // 1000 for t in (r.begin, r.end))
         made.append(event(r, tensor, ts, end))
         if r.what == TOTAL:
             if busy.get(tensor, ts) > ts:
@@ -226,6 +229,18 @@ def merge_to(folder: Path, path: Path) -> int:
     return sum(e["ph"] == "X" for e in merged["traceEvents"])
 
 
+def tell_merge(folder: Path, output: Path | None, prefix: str) -> int:
+    """:func:`merge_to`, by default into ``merged.json``, and print what came of it; errors with ``prefix``. Returns the exit status."""
+    path = output or folder / "merged.json"
+    try:
+        found = merge_to(folder, path)
+    except (ValueError, OSError) as e:
+        print(f"{prefix}: {e}", file=sys.stderr)
+        return 1
+    print(f"{found} events in {path}" + ("" if found else f" ({NO_EVENTS})"))
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """``merge DIR [-o FILE]``. Returns the exit status."""
     import argparse
@@ -235,13 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="the job's BYTEPS_TRACE_DIR, with what other machines wrote copied into it")
     parser.add_argument("-o", "--output", type=Path, help="default: merged.json in the folder")
     options = parser.parse_args(arguments)
-    path = options.output or options.folder / "merged.json"
-    try:
-        print(f"{merge_to(options.folder, path)} events in {path}")
-    except (ValueError, OSError) as e:
-        print(f"bpsx.timeline: {e}", file=sys.stderr)
-        return 1
-    return 0
+    return tell_merge(options.folder, options.output, "bpsx.timeline")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class Launcher:
         self.folder = folder
         self.mark = f"LAUNCHER_TEST={uuid.uuid4()}"
         self.started: list[subprocess.Popen[bytes]] = []
-        unwanted = ("DMLC_", "BYTEPS_", "BPSX_", "NO_COLOR")
+        unwanted = ("DMLC_", "BYTEPS_", "BPSX_", "NO_COLOR", "NVIDIA_VISIBLE_DEVICES")
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
         key, value = self.mark.split("=")
         # The runtime folder stays, as such folders do; only what is in it has to be gone.

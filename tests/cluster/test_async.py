@@ -266,4 +266,6 @@ print("trained to the end", bool(w[0] > 10), flush=True)
     done = subprocess.run([sys.executable, "-m", "bpsx.launch", "--local", "--workers", "2", "--grace", "1", sys.executable, str(script)],
                           capture_output=True, text=True, timeout=120, env={**os.environ, **ASYNC})
     assert done.returncode == 3 and "trained to the end True" in done.stdout, done.stdout + done.stderr
+    assert "the job has failed" not in done.stderr and "the job is over: worker 1 (" in done.stderr, done.stderr
+    assert "; the others have gone on and left in good order" in done.stderr
     assert time.monotonic() - begun > 4

@@ -112,7 +112,7 @@ def test_a_worker_that_leaves_in_good_order_while_others_go_on(name):
             report(str(e))
     """) as job:
         assert job.workers[0].wait() == 0
-        assert "worker 1 has shut down" in job.workers[0].reports()[0]
+        assert "worker 1 has left the job" in job.workers[0].reports()[0]
         assert job.workers[1].wait() == 3
         assert job.servers[0].wait() == 0 and job.scheduler.wait() == 0
 

@@ -23,6 +23,8 @@ WORKER = {"DMLC_ROLE": "worker"}
 
 @pytest.mark.parametrize(("arguments", "environment", "named"), [
     (["true"], {}, "DMLC_ROLE"),
+    ([], {}, "bpsx-run --local COMMAND. All else: bpsx-run --help"),
+    (["trace", "--scheduler", "x", "--seconds", "1"], {}, "HOST:PORT"),
     (["true"], {"DMLC_ROLE": "boss"}, "DMLC_ROLE"),
     (["true"], {"DMLC_ROLE": "server"}, "DMLC_PS_ROOT_URI"),
     (["true"], {**WORKER, "DMLC_NUM_WORKER": "2"}, "DMLC_PS_ROOT_PORT"),
@@ -59,11 +61,18 @@ def test_help_and_version(launcher: Launcher) -> None:
     assert status == 0
     text = "\n".join(out)
     for word in ("--local", "--hostfile", "doctor", "NVIDIA_VISIBLE_DEVICES", "BYTEPS_NUMA_ON", "BYTEPS_NUMA_DEFAULT_QUOTA", "BYTEPS_NUMA_ROOT_QUOTA",
-                 "BYTEPS_VISIBLE_CPU_CORES", "BYTEPS_CPU_BLACKLIST", "BYTEPS_MULTITHREADED_CPU", "BYTEPS_ENABLE_GDB", "BPSX_SECRET", "Exit status"):
+                 "BYTEPS_VISIBLE_CPU_CORES", "BYTEPS_CPU_BLACKLIST", "BYTEPS_MULTITHREADED_CPU", "BYTEPS_ENABLE_GDB", "BPSX_SECRET",
+                 "PYTHONUNBUFFERED=1", "Exit status"):
         assert word in text
     status, out, _ = finish(launcher.start(words("--version")))
     assert status == 0
     assert out[0].startswith("bpsx ")
+
+
+def test_a_variable_that_local_does_not_heed_is_named(launcher: Launcher) -> None:
+    single = words("--local", "--workers", "1", "--servers", "0", "true")
+    assert finish(launcher.start(single, {"NVIDIA_VISIBLE_DEVICES": "0,1"})) == (
+        0, [], ["bpsx-run: warning: NVIDIA_VISIBLE_DEVICES has no effect with --local: --processes N does that (1 now)"])
 
 
 def test_it_starts_quickly_and_with_one_thread(launcher: Launcher) -> None:
@@ -151,13 +160,39 @@ def test_a_whole_job_with_a_worker_that_dies(launcher: Launcher) -> None:
 
 
 @pytest.mark.parametrize(("text", "status"), [("raise SystemExit(4)", 4), ("import bpsx, sys; sys.argv[1:] or bpsx.init()\nraise SystemExit(4)", 4),
-                                              ("pass", 143)])
+                                              ("pass", 1)])
 def test_a_job_that_can_no_longer_form_is_ended_at_once(launcher: Launcher, text: str, status: int) -> None:
     # The grace is longer than the test may take.
     script = "import os, sys\nif os.environ['DMLC_WORKER_ID'] == '0': sys.argv.append('leave')\n" + text
     found, _, err = finish(launcher.start(local_words("--grace", "1000", *python(script))))
     assert found == status
     assert any(line.startswith("bpsx-run: ") and "was still waiting for the job to form, got SIGTERM and " in line for line in err)
+    # What we do ourselves is no error of the scheduler's.
+    assert not any(line.startswith("[scheduler]") for line in err), err
+    none = "bpsx-run: no worker called bpsx.init(): all ended with status 0 without joining the job; "
+    assert any(line.startswith(none) for line in err) == (text == "pass"), err
+
+
+def test_a_worker_that_ends_well_without_joining_is_named_first(launcher: Launcher) -> None:
+    script = "import os\nif os.environ['DMLC_WORKER_ID'] == '0':\n import bpsx; bpsx.init()"
+    status, _, err = finish(launcher.start(local_words("--grace", "0.5", *python(script))))
+    assert status == 1
+    assert any(line.startswith("bpsx-run: worker 1 ended with status 0 without joining the job, which cannot form without it; ") for line in err), err
+
+
+@pytest.mark.parametrize(("end", "status", "story"), [
+    ("raise ValueError('mine')", 1, "exited with status 1"), ("sys.exit(3)", 3, "exited with status 3"),
+    ("sys.exit(0)", 1, "exited with status 0 before the others were done"), ("os._exit(9)", 9, "exited with status 9"),
+    ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
+])
+def test_the_last_line_begins_with_who_failed_the_job(launcher: Launcher, end: str, status: int, story: str) -> None:
+    script = ("import os, sys, bpsx, numpy as np; bpsx.init(); bpsx.push_pull(np.ones(4), 'w')\n"
+              f"if bpsx.rank() == 1: {end}\nbpsx.push_pull(np.ones(4), 'w')")
+    job = launcher.start(local_words("--workers", "3", *python(script)))
+    _, err = job.communicate()
+    last = err.decode().splitlines()[-1]
+    assert job.returncode == status, err.decode()
+    assert last.startswith(f"bpsx-run: worker 1 {story}; "), err.decode()
 
 
 def test_each_role_by_its_own_launcher(launcher: Launcher, tmp_path: Path) -> None:

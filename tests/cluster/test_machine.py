@@ -172,7 +172,7 @@ def test_who_leaves_in_good_order_is_named_to_those_who_wait(workers, servers, l
         for worker in others:
             worker.say("")
         found = job.results()
-    assert all(len(f) == 3 and all(f"worker {leaver} has shut down" in text for text in f[:2]) for i, f in enumerate(found) if i != leaver), found
+    assert all(len(f) == 3 and all(f"worker {leaver} has left the job" in text for text in f[:2]) for i, f in enumerate(found) if i != leaver), found
 
 
 @pytest.mark.parametrize("workers, servers", [(3, 0), (6, 1)])
@@ -195,7 +195,7 @@ def test_who_begins_a_round_when_a_neighbour_has_left_hears_so_from_an_idle_root
     with Job(source, workers, servers, processes=3) as job:
         assert job.workers[0].wait() == 0
         job.workers[1].say("")
-        assert "worker 0 has shut down" in job.workers[1].wait_for_line("tensor 'a'")
+        assert "worker 0 has left the job" in job.workers[1].wait_for_line("tensor 'a'")
         for worker in job.workers[2:]:
             worker.say("")
         job.results()

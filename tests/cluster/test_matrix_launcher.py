@@ -68,7 +68,8 @@ def test_the_worst_status_is_reported_and_nothing_is_left(tmp_path, stage, role,
         os.kill(role_pids(launcher)[role], way)
         found, _, errors = finish(process)
         assert found == status, errors
-        assert any(role in line for line in errors), errors
+        (last,) = (line for line in errors if line.startswith("bpsx-run: "))
+        assert last.startswith(f"bpsx-run: {role}"), errors
 
 
 @pytest.mark.parametrize("role", ["worker 1", "server", "scheduler"])

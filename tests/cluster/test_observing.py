@@ -72,7 +72,7 @@ def test_top_shows_a_running_job_and_its_slowest_worker():
     with looping() as job:
         text = said(launcher(job, "top", "--once"))
         end(job)
-    assert re.search(r"^job at 127\.0\.0\.1:\d+: running, 2 workers, 1 servers, 2 tensors, up \d+ s$", text, re.M)
+    assert re.search(r"^job at 127\.0\.0\.1:\d+: running, 2 workers, 1 server, 2 tensors, up \d+ s$", text, re.M)
     for name, rank, p in (("worker", 0, job.workers[0]), ("worker", 1, job.workers[1]), ("server", 0, job.servers[0])):
         row = re.search(rf"^{name} +{rank} +127\.0\.0\.1 +{p.popen.pid} +running +([0-9.]+) +([0-9.]+) +[0-9.]+ +\d+ +\d+$", text, re.M)
         assert row and float(row[1]) > 0 and float(row[2]) > 0, text
@@ -223,6 +223,8 @@ def test_a_running_job_is_recorded_from_outside(tmp_path):
         assert load(path / "comm.json") and load(path / "comm.2.json")
     done = subprocess.run(words("trace", "--merge", str(tmp_path)), capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0 and load(tmp_path / "merged.json")
+    done = subprocess.run(words("trace", "--merge", str(tmp_path / "nosuch")), capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 1 and done.stderr == f"bpsx-run: error: {tmp_path / 'nosuch'}: no comm.json in it or below\n"
 
 
 # ---- records of local jobs
@@ -264,8 +266,9 @@ def test_stale_records_are_swept_and_several_jobs_are_told_apart(tmp_path, monke
     monkeypatch.setenv("BYTEPS_SOCKET_PATH", str(tmp_path))
     for name in ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigError, match="no job found"):
+    with pytest.raises(ConfigError, match="no job found") as none:
         find(None, None)
+    assert f"looked in {tmp_path / f'bpsx-{os.getuid()}' / 'jobs'};" in str(none.value)
     path = record.write("127.0.0.1", 5, "", ["a"])
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -370,7 +373,10 @@ def test_verbose_two_tells_of_every_message_and_one_of_connections():
         job.results()
     assert not any("DEBUG" in line for p in job.processes for line in p.errors)
     assert all(any("connected to server 0" in line for line in w.errors) for w in job.workers)
-    assert job.scheduler is not None and any("worker 0 has connected from 127.0.0.1" in line for line in job.scheduler.errors)
+    assert job.scheduler is not None and any("worker 0 (127.0.0.1, pid" in line and line.endswith("has connected")
+                                             for line in job.scheduler.errors)
+    # A good end breaks no connection.
+    assert not any("is gone" in line for p in job.processes for line in p.errors)
 
 
 def test_without_telemetry_nothing_is_counted():

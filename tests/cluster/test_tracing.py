@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from bpsx import timeline
+from cluster.launching import words
 from jobs import Job, run
 from traces import about, load
 
@@ -53,8 +54,15 @@ def test_a_run_of_three_steps_leaves_a_whole_file_though_the_window_ends_at_twen
 
 
 def test_a_run_that_ends_before_the_window_leaves_a_file_without_events(tmp_path):
-    run(STEPS + "for _ in range(3): step()\nbpsx.shutdown()\n", **tracing(tmp_path, 10))
+    with Job(STEPS + "for _ in range(3): step()\nbpsx.shutdown()\n", **tracing(tmp_path, 10)) as job:
+        job.results()
     assert [load(tmp_path / f) for f in files(tmp_path)] == [[], [], []]
+    for worker in job.workers:
+        (line,) = (line for line in worker.errors if "has no events" in line)
+        assert "BYTEPS_TRACE_START_STEP=10" in line and "BYTEPS_TRACE_END_STEP=" in line
+    assert not any("has no events" in line for line in job.servers[0].errors)
+    done = subprocess.run(words("trace", "--merge", str(tmp_path)), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "0 events in " in done.stdout and "did the job reach BYTEPS_TRACE_START_STEP" in done.stdout
 
 
 def test_the_window_holds_its_steps_and_no_others(tmp_path):

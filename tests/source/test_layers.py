@@ -14,8 +14,8 @@ LAYERS = [
     ("bpsx.reporting", 2.7), ("bpsx.neighbourhood", 2.7), ("bpsx.timeline", 2.8), ("bpsx._watch", 4), ("bpsx._core", 4), ("bpsx.core", 4.5),
     ("bpsx.local", 3.5), ("bpsx.transports.abi", 6), ("bpsx.transports", 5), ("bpsx.kernels.abi", 6), ("bpsx.kernels", 5),
     ("bpsx.launch", 0), ("bpsx.server", 2), ("bpsx.rendezvous.__main__", 2), ("bpsx.rendezvous", 2.6),
-    ("bpsx.errors", 11), ("bpsx.secret", 10.5), ("bpsx.config", 10), ("bpsx.dtypes", 10), ("bpsx.logs", 9), ("bpsx.clock", 9), ("bpsx.forking", 9),
-    ("bpsx.host", 8), ("bpsx", 0.5),
+    ("bpsx.errors", 11), ("bpsx.values", 11), ("bpsx.secret", 10.5), ("bpsx.config", 10), ("bpsx.dtypes", 10), ("bpsx.logs", 9),
+    ("bpsx.clock", 9), ("bpsx.forking", 9), ("bpsx.host", 8), ("bpsx", 0.5),
 ]
 # Crossings that are meant, with their reason.
 ALLOWED = {

@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from bpsx.config import NOT_USED, OPTIONS, Config, cache_dir, fingerprint, reference, runtime_dir
+from bpsx.config import NOT_USED, OPTIONS, Config, cache_dir, faults, fingerprint, reference, runtime_dir
 from bpsx.errors import ConfigError
 
 WORKER = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "h", "DMLC_PS_ROOT_PORT": "1", "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1",
@@ -58,6 +58,21 @@ def test_an_empty_variable_is_as_good_as_none(text):
     assert Config({"BYTEPS_PARTITION_BYTES": ""}).partition_bytes == 4096000
 
 
+@pytest.mark.parametrize("name", ["BPSX_SECRET_FILE", "BYTEPS_TRACE_DIR", "BPSX_CACHE_DIR", "BYTEPS_SOCKET_PATH", "BPSX_PORT_FILE"])
+def test_the_home_folder_may_be_written_as_a_tilde(name, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    option = next(o for o in OPTIONS if o.env == name)
+    assert getattr(Config({name: "~/x"}), option.field) == str(tmp_path / "x")
+    if name == "BPSX_SECRET_FILE":
+        (tmp_path / "x").write_text("a secret in the home folder")
+        (tmp_path / "x").chmod(0o600)
+        assert Config({name: "~/x"}).secret_bytes == b"a secret in the home folder"
+    elif name == "BPSX_CACHE_DIR":
+        assert cache_dir({name: "~/x"}) == tmp_path / "x"
+    elif name == "BYTEPS_SOCKET_PATH":
+        assert runtime_dir({name: "~/x"}).parent == tmp_path / "x"
+
+
 def test_rank_and_size():
     config = Config({**WORKER, "BYTEPS_LOCAL_SIZE": "4", "BYTEPS_LOCAL_RANK": "3"})
     assert (config.rank, config.size, config.distributed) == (7, 8, True)
@@ -72,6 +87,12 @@ def test_what_is_missing_or_does_not_fit_is_named(change, text):
     environment = {k: v for k, v in {**WORKER, **change}.items() if v is not None}
     with pytest.raises(ConfigError, match=text.replace(".", r"\.")):
         Config(environment).check()
+
+
+def test_all_faults_are_told_at_once():
+    assert faults({}) == [] == faults(WORKER)
+    found = faults({**WORKER, "DMLC_WORKER_ID": "7", "BYTEPS_LOCAL_RANK": "1", "BYTEPS_LOG_LEVEL": "loud"})
+    assert [f.split("=")[0] for f in found] == ["BYTEPS_LOG_LEVEL", "DMLC_WORKER_ID", "BYTEPS_LOCAL_RANK"]
 
 
 def test_a_single_worker_needs_nothing_else():

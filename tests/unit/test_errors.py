@@ -39,7 +39,7 @@ def test_an_explanation_names_the_tensor(status):
 
 
 def test_an_explanation_names_the_ranks_where_it_knows_them():
-    assert "workers 2 and 5" in errors.explain(-2, "w", 2, 5) and "worker 2 has shut down" in errors.explain(-3, "w", 2, 0)
+    assert "workers 2 and 5" in errors.explain(-2, "w", 2, 5) and "worker 2 has left the job" in errors.explain(-3, "w", 2, 0)
 
 
 def test_one_base_and_the_builtin_kin_that_scripts_may_already_catch():

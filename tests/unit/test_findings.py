@@ -60,13 +60,44 @@ def test_a_scheduler_that_answers_one_that_does_not_and_one_that_does_not_know_u
         running.join()
     report = examine(monkeypatch, given)
     assert len(report.problems) == 1 and f"the scheduler at 127.0.0.1:{hub.port} does not answer" in report.problems[0]
-    assert examine(monkeypatch, {"DMLC_ROLE": "scheduler"}).problems == []      # it is the one that will
+    assert examine(monkeypatch, {"DMLC_ROLE": "scheduler", "DMLC_NUM_SERVER": "1"}).problems == []      # it is the one that will
 
 
 def test_the_values_of_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     report = examine(monkeypatch, {"BPSX_SECRET": "nobody-may-read-this", "DMLC_NUM_WORKER": "3"})
-    assert report.found["options"] == {"BPSX_SECRET": "(set)", "DMLC_NUM_WORKER": "3"}
+    assert report.found["options"] == {"BPSX_SECRET": "(set)", "DMLC_NUM_WORKER": 3}
     assert "nobody-may-read-this" not in str(report)
+
+
+def test_numbers_and_booleans_are_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"BYTEPS_TRACE_ON": "yes", "BYTEPS_PARTITION_BYTES": "8192", "BPSX_SPIN_US": "1.5", "DMLC_NODE_HOST": "127.0.0.1",
+             "BYTEPS_LOCAL_RANK": "x"}
+    found = examine(monkeypatch, given).found["options"]
+    assert found == {**given, "BYTEPS_TRACE_ON": True, "BYTEPS_PARTITION_BYTES": 8192, "BPSX_SPIN_US": 1.5}
+    report = Report()
+    findings.limits(report)
+    assert all(isinstance(value, int) or value == "unlimited" for value in report.found["limits"].values()), report.found
+
+
+_WORKER = {"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1", "DMLC_PS_ROOT_URI": "127.0.0.1"}
+
+
+@pytest.mark.parametrize(("environment", "said"), [
+    ({**_WORKER, "DMLC_PS_ROOT_PORT": "0"}, ["not set: DMLC_WORKER_ID (Which worker machine this is; 0..DMLC_NUM_WORKER-1): set it"]),
+    ({**_WORKER, "DMLC_PS_ROOT_PORT": "0", "DMLC_WORKER_ID": "2"}, ["DMLC_WORKER_ID=2: allowed are 0..1 (DMLC_NUM_WORKER=2): correct"]),
+    ({"DMLC_NUM_WORKER": "2", "DMLC_WORKER_ID": "2"}, ["DMLC_WORKER_ID=2: allowed are 0..1"]),     # no role is named yet
+    # All of them, and nothing that only follows from another.
+    ({**_WORKER, "DMLC_NUM_WORKER": "two", "DMLC_WORKER_ID": "5", "BYTEPS_TRACE_ON": "perhaps", "BPSX_SECRET": "short"},
+     ["DMLC_NUM_WORKER='two'", "BYTEPS_TRACE_ON='perhaps'", "BPSX_SECRET: the job secret has 5 bytes"]),
+    ({**_WORKER, "DMLC_WORKER_ID": "one"}, ["DMLC_WORKER_ID='one'", "not set: DMLC_PS_ROOT_PORT"]),
+    ({"DMLC_ROLE": "server"}, ["not set: DMLC_PS_ROOT_URI", "not set: DMLC_NUM_SERVER"]),
+])
+def test_all_bad_variables_are_named(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: list[str]) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    report = Report()
+    findings.options(report)
+    assert len(report.problems) == len(said) and all(p.startswith(s) for p, s in zip(report.problems, said)), report.problems
 
 
 def test_a_package_that_is_not_there_and_one_without_version() -> None:

@@ -13,7 +13,7 @@ from bpsx.errors import ConfigError
 from bpsx.launch.local import Ending
 from bpsx.launch.options import split
 from bpsx.launch.output import Prefixer, Sink, is_live, label
-from bpsx.launch.roles import Plan
+from bpsx.launch.roles import Plan, overlooked
 
 
 def prefixed(chunks: list[bytes], live: bool = False) -> bytes:
@@ -124,3 +124,21 @@ def test_several_workers_need_a_server() -> None:
     with pytest.raises(ConfigError, match="--servers 0: 2 workers"):
         Plan(("x",), workers=2, servers=0)
     assert Plan(("x",), workers=1, servers=0).environment("worker", 0, 0)["BYTEPS_FORCE_DISTRIBUTED"] == "0"
+
+
+@pytest.mark.parametrize(("environment", "chosen", "named"), [
+    ({"DMLC_NUM_WORKER": "3", "DMLC_NUM_SERVER": "4"}, "", ["DMLC_NUM_WORKER --workers 2", "DMLC_NUM_SERVER --servers 1"]),
+    ({"BYTEPS_LOCAL_SIZE": "4", "NVIDIA_VISIBLE_DEVICES": "all"}, "", ["BYTEPS_LOCAL_SIZE --processes 1", "NVIDIA_VISIBLE_DEVICES --processes 1"]),
+    ({"NVIDIA_VISIBLE_DEVICES": "0,1"}, "workers", ["NVIDIA_VISIBLE_DEVICES --processes 1"]),
+    # What is the same, says nothing, or was given as an option, too.
+    ({"DMLC_NUM_WORKER": "2", "NVIDIA_VISIBLE_DEVICES": "5"}, "", []),
+    ({"NVIDIA_VISIBLE_DEVICES": "void", "BYTEPS_LOCAL_SIZE": ""}, "", []),
+    ({"NVIDIA_VISIBLE_DEVICES": "all", "BYTEPS_LOCAL_SIZE": "4"}, "processes", []),
+])
+def test_variables_that_local_does_not_heed(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], chosen: str, named: list[str]) -> None:
+    for name in ("DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "BYTEPS_LOCAL_SIZE", "NVIDIA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    wanted = [f"{n.split()[0]} has no effect with --local: {n.split()[1]} N does that ({n.split()[2]} now)" for n in named]
+    assert overlooked(Plan(("x",)), chosen.split()) == wanted

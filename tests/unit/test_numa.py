@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bpsx.config import Config, cpu_list
+from bpsx.config import Config
 from bpsx.errors import ConfigError
 from bpsx.launch.numa import Core, plan, text, topology, wanted
+from bpsx.values import cpu_list
 
 
 def machine(folder: Path, nodes: list[list[list[int]]]) -> Path:

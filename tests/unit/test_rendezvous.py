@@ -80,7 +80,7 @@ def test_who_is_missing_is_known():
     (hello("server", -1, 2, 4), "DMLC_NUM_SERVER=4"),
     (hello("worker", 1, config=config(2, 0)), "set DMLC_NUM_SERVER=0 for the scheduler"),
     (hello("worker", 1, config=config(2, 1, BYTEPS_PARTITION_BYTES=8192)), "BYTEPS_PARTITION_BYTES=8192"),
-    (hello("server", -1, pid=8), "1 servers already"), (hello("server", -1, lanes=[]), "without lanes"),
+    (hello("server", -1, pid=8), "there is a server already"), (hello("server", -1, lanes=[]), "without lanes"),
     (hello("worker", 1, config=config(2, 1, BYTEPS_LOCAL_SIZE="x")), "no sense"),
 ])
 def test_a_refusal_says_why_and_changes_nothing(message, text):
@@ -94,6 +94,35 @@ def test_a_refusal_says_why_and_changes_nothing(message, text):
     assert m.present() == before and m.state == "waiting"
 
 
+@pytest.mark.parametrize("message", [hello("worker", 1, config=config(2, 1, BYTEPS_PARTITION_BYTES=8192)), hello("worker", 1, protocol=3),
+                                     hello("server", -1, config=config(2, 1, BPSX_ENCRYPT=1)), hello("server", -1, 2, 4)])
+def test_who_is_refused_is_missed_until_it_comes_with_other_options(message):
+    m = members()
+    m.hello(b"w0", hello("worker", 0))
+    assert kinds(m.hello(b"x", message)) == {b"x": "REFUSED"}
+    when, text = m.vanished.due(5.0, 3.0)
+    who = "worker 1 (h, pid 101)" if message["role"] == "worker" else "server (h, pid 149)"
+    assert when == 8.0 and text.startswith(f"{who} was refused (") and text.endswith("), and has not come back for 3 s, while the job was gathering")
+    m.hello(b"again", hello(message["role"], message["rank"], pid=7))
+    assert m.vanished.due(6.0, 3.0) is None
+
+
+@pytest.mark.parametrize("message", [hello("worker", 0, pid=7), hello("worker", 0, protocol=3), hello("worker", 5), hello("boss", 0),
+                                     hello("server", -1, pid=8), hello("worker", 10**6, config=config(2, 1, BYTEPS_LOCAL_SIZE=10**9))])
+def test_nobody_is_missed_for_whom_there_was_no_place(message):
+    m = members()
+    m.hello(b"w0", hello("worker", 0))
+    m.hello(b"s0", hello("server", -1))
+    assert kinds(m.hello(b"x", message)) == {b"x": "REFUSED"}
+    assert m.vanished.due(5.0, 3.0) is None and not m.refused
+
+
+def test_before_the_first_worker_a_refused_one_says_itself_how_many_a_machine_has():
+    m = members()
+    m.hello(b"x", hello("worker", 7, 2, 4, config=config(2, 4, BYTEPS_LOCAL_SIZE=4)))
+    assert "worker 7" in m.vanished.due(0.0, 3.0)[1]
+
+
 def test_nobody_joins_a_running_job():
     assert "running" in dict(running().hello(b"x", hello("worker", 1, pid=3)))[b"x"]["reason"]
 
@@ -103,7 +132,7 @@ def test_a_node_that_reconnects_while_gathering_takes_its_own_place():
     m.hello(b"w0", hello("worker", 0))
     assert m.hello(b"w0", hello("worker", 0)) == []
     m.hello(b"w0-again", hello("worker", 0))
-    assert m.gone(b"w0", "x") == [] and m.missing() == ["worker 1", "1 of 1 servers"]
+    assert m.gone(b"w0", "x") == [] and m.missing() == ["worker 1", "the server"]
 
 
 def test_who_goes_while_gathering_may_come_back():
@@ -140,6 +169,37 @@ def test_leaving_work_undone_is_a_failure(who, failure, text):
     m = running()
     outputs = m.bye(who, {"failure": failure})
     assert any(o["type"] == "LOST" and text in o["text"] for _, o in outputs) and m.state == "failed"
+
+
+def test_the_first_cause_is_blamed():
+    m = running(3, 1)
+    assert m.blamed is None
+    m.bye(b"w1", {"failure": ""})
+    m.bye(b"w0", {"failure": "ended by PeerLeftError: tensor 'a': worker 1 has left"})
+    m.gone(b"s0", "x")
+    assert str(m.blamed) == "worker 1 (h, pid 101)"
+    for end, who in ((lambda m: m.gone(b"w2", "x"), "w2"), (lambda m: m.bye(b"w2", {"failure": "ended by ValueError: x"}), "w2"),
+                     (lambda m: m.bye(b"s0", {"failure": ""}), "s0")):
+        m = running(3, 1)
+        m.bye(b"w1", {"failure": ""})
+        end(m)
+        m.gone(b"w0", "x")
+        assert m.blamed.ident.decode() == who
+    m = running()
+    m.abort("the scheduler was ended by SIGTERM")
+    assert m.blamed is None
+
+
+def test_an_asynchronous_job_that_has_lost_a_worker_ends_saying_so():
+    m = members()
+    m.hello(b"s0", hello("server", -1, config=config(2, 1, BYTEPS_ENABLE_ASYNC=1)))
+    for rank in (0, 1):
+        m.hello(b"w%d" % rank, hello("worker", rank, config=config(2, 1, BYTEPS_ENABLE_ASYNC=1)))
+    m.gone(b"w1", "its connection broke")
+    assert m.state == "running" and not m.survived
+    m.bye(b"w0", {"failure": ""})
+    assert m.state == "failed" and m.survived
+    assert m.failure == "worker 1 (h, pid 101) is gone: its connection broke; the others have gone on and left in good order"
 
 
 def test_servers_are_told_to_end_when_the_last_worker_is_gone_even_after_a_failure():

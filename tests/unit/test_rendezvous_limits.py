@@ -33,7 +33,7 @@ def test_workers_in_containers_on_one_host_are_two():
     m = members(2, 1)
     m.hello(b"w0", hello("worker", 0, pid=1))
     m.hello(b"w1", hello("worker", 1, pid=1))
-    assert m.missing() == ["1 of 1 servers"]
+    assert m.missing() == ["the server"]
 
 
 def test_servers_in_containers_on_one_host_are_two():

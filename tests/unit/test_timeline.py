@@ -121,6 +121,16 @@ def test_nothing_to_merge_is_an_error(tmp_path, capsys):
     assert "no comm.json" in capsys.readouterr().err
 
 
+def test_what_is_nested_stays_nested_while_the_estimate_of_the_clock_changes():
+    """The offset falls by a millisecond within ten: a tenth of each duration, which one offset per event would put between neighbours."""
+    estimates = [Estimate(0, 5_000_000, 0), Estimate(10_000_000, 4_000_000, 0)]
+    records = [timeline.Record(0, 9_000_000, 1, 8, 1, 0, timeline.ROUND, 0, 0),
+               timeline.Record(8_500_000, 9_000_000, 1, 8, 1, 0, timeline.SEND, 0, 0)]
+    outer, inner = timeline.events(records, {1: "x"}, estimates)
+    assert outer["name"] == "Comm.x.ROUND" and inner["name"] == "Comm.x.SEND"
+    assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] == outer["ts"] + outer["dur"] == 13_100
+
+
 def test_merged_rows_are_in_order_and_none_is_taken_for_a_main_thread(tmp_path):
     """Perfetto orders rows by tid and calls the one whose tid is its process's pid the main thread."""
     def event(tensor: str, tid: str, ts: int) -> dict:

@@ -13,7 +13,7 @@ def test_nobody_is_missed_at_first():
 
 def test_the_clock_starts_at_the_first_look():
     v = Vanished()
-    v.miss("worker", 1, "worker 1 is gone")
+    v.miss("worker", 1, "h", "worker 1 is gone")
     assert v.due(100.0, 3.0)[0] == 103.0
     when, text = v.due(102.0, 3.0)
     assert when == 103.0 and text.startswith("worker 1 is gone, and has not come back for 3 s")
@@ -22,25 +22,46 @@ def test_the_clock_starts_at_the_first_look():
 @pytest.mark.parametrize(("role", "rank", "due"), [("worker", 1, False), ("worker", 0, True), ("server", 1, True)])
 def test_only_the_same_worker_takes_its_place(role, rank, due):
     v = Vanished()
-    v.miss("worker", 1, "worker 1 is gone")
-    v.back(role, rank)
+    v.miss("worker", 1, "h", "worker 1 is gone")
+    v.back(role, rank, "h", 0)
     assert (v.due(0.0, 3.0) is not None) == due
 
 
 def test_a_worker_that_died_twice_is_back_once():
     v = Vanished()
-    v.miss("worker", 1, "first")
-    v.miss("worker", 1, "second")
-    v.back("worker", 1)
+    v.miss("worker", 1, "h", "first")
+    v.miss("worker", 1, "h", "second")
+    v.back("worker", 1, "elsewhere", 0)
     assert v.due(0.0, 3.0) is None
 
 
 def test_servers_are_counted():
     v = Vanished()
-    v.miss("server", 0, "server 0 is gone")
+    v.miss("server", 0, "h", "server 0 is gone")
     v.due(0.0, 3.0)
-    v.miss("server", 1, "server 1 is gone")
-    v.back("server", 0)
+    v.miss("server", 1, "h", "server 1 is gone")
+    v.back("server", 0, "h", 1)
     assert v.due(1.0, 3.0)[1].startswith("server 1 is gone")
-    v.back("server", 1)
+    v.back("server", 1, "h", 0)
     assert v.due(1.0, 3.0) is None
+
+
+def test_a_server_on_another_host_is_the_one_that_is_missed_only_if_no_other_is_awaited():
+    v = Vanished()
+    v.miss("server", 0, "here", "server 0 is gone")
+    v.back("server", 1, "there", 1)
+    assert v.due(0.0, 3.0)[1].startswith("server 0 is gone")
+    v.back("server", 1, "there", 0)
+    assert v.due(0.0, 3.0) is None
+
+
+def test_who_is_refused_again_and_again_is_one_whose_clock_runs_on():
+    v = Vanished()
+    for role, rank in (("worker", 1), ("server", -1)):
+        v.turn_away(role, rank, "h", f"{role} was refused (first)")
+        v.due(10.0, 3.0)
+        v.turn_away(role, rank, "h", f"{role} was refused (second)")
+        when, text = v.due(12.0, 3.0)
+        assert when == 13.0 and text.startswith(f"{role} was refused (second), and has not come back for 3 s")
+        v.back(role, rank, "h", 0)
+        assert v.due(12.0, 3.0) is None

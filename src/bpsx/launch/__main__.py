@@ -11,7 +11,7 @@ from typing import Any
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.launch.machine import run_role
 from bpsx.launch.options import LOCAL, REMOTE, SHARED, SSH, parser, split
-from bpsx.launch.roles import Plan
+from bpsx.launch.roles import Plan, overlooked
 
 #: Words that are no command of the user's, if first: the module's ``main(arguments) -> status`` takes over.
 SUBCOMMANDS = {"doctor": "bpsx.launch.doctor", "top": "bpsx.launch.top", "trace": "bpsx.launch.observe"}
@@ -41,7 +41,10 @@ def _run(arguments: Sequence[str]) -> int:
     from bpsx.launch.local import Job  # a server or a single worker has no use for it
 
     if options.local:
-        return Job(Plan(tuple(command), **_given(options, (*LOCAL, *SHARED)))).run()
+        plan = Plan(tuple(command), **_given(options, (*LOCAL, *SHARED)))
+        for line in overlooked(plan, _given(options, LOCAL)):
+            print(f"bpsx-run: warning: {line}", file=sys.stderr)
+        return Job(plan).run()
     return Job(_remote(options, tuple(command), parse.error)).run()
 
 

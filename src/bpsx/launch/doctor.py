@@ -30,19 +30,20 @@ def _trial_environment() -> dict[str, str]:
 def try_push_pull(report: Report, seconds: float = _TRY_SECONDS) -> None:
     """Run a job of a scheduler, a server and two workers on loopback: of one, a server has nothing to sum."""
     python = [sys.executable, "-P", "-m"]
-    command = [*python, "bpsx.launch", "--local", "--workers", "2", "--servers", "1", "--grace", "2", "--", *python, "bpsx.launch.selftest"]
-    with subprocess.Popen(command, env=_trial_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+    job = ["--local", "--workers", "2", "--servers", "1", "--processes", "1", "--grace", "2"]
+    command = [*python, "bpsx.launch", *job, "--", *python, "bpsx.launch.selftest"]
+    with subprocess.Popen(command, env=_trial_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as trial:
         try:
-            out, err = job.communicate(timeout=seconds)
+            out, err = trial.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            job.send_signal(signal.SIGTERM)
+            trial.send_signal(signal.SIGTERM)
             report.add("push_pull to itself", "result", f"no result within {seconds:g} s")
             report.problems.append(f"a push_pull on this machine did not end within {seconds:g} s: is something in the way on loopback?")
             return
         except BaseException:
-            job.send_signal(signal.SIGTERM)
+            trial.send_signal(signal.SIGTERM)
             raise
-    _judge(report, job.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
+    _judge(report, trial.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
 
 def _judge(report: Report, status: int, out: str, err: str) -> None:
@@ -80,11 +81,15 @@ def text(report: Report) -> str:
     """The report for people."""
     lines = []
     for section, entries in report.found.items():
-        lines += [f"{section}:", *(f"  {name}: {value}" for name, value in entries.items())]
+        lines += [f"{section}:", *(f"  {name}: {_shown(value)}" for name, value in entries.items())]
     lines += [f"worth a look: {hint}" for hint in report.hints]
     lines += [f"WRONG: {problem}" for problem in report.problems]
     lines.append(f"{len(report.problems)} thing{'s are' * (len(report.problems) > 1) or ' is'} wrong" if report.problems else "all well")
     return "\n".join(lines)
+
+
+def _shown(value: object) -> str:
+    return ("no", "yes")[value] if isinstance(value, bool) else str(value)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bpsx import __version__
-from bpsx.config import OPTIONS, Config, cache_dir, child_environment, runtime_dir
+from bpsx.config import OPTIONS, Config, Option, cache_dir, child_environment, faults, runtime_dir
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.host import own_host
 from bpsx.launch.observe import Observer
@@ -33,13 +33,13 @@ _SMALL_SHM = 256 << 20
 class Report:
     """What was found, by section; what is wrong, with what to do; and what is worth a look."""
 
-    found: dict[str, dict[str, str]] = field(default_factory=dict)
+    found: dict[str, dict[str, str | float | bool]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
 
     def add(self, section: str, name: str, value: object) -> None:
-        """Add a line."""
-        self.found.setdefault(section, {})[name] = str(value)
+        """Add a line. Numbers and booleans stay what they are, for programs."""
+        self.found.setdefault(section, {})[name] = value if isinstance(value, bool | int | float) else str(value)
 
 
 def software(report: Report) -> None:
@@ -200,53 +200,66 @@ def _own(report: Report, config: Config, why: str) -> None:
 def limits(report: Report) -> None:
     """What the system lets a process have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    report.add("limits", "open files", f"{_limit(soft)} (at most {_limit(hard)})")
+    report.add("limits", "open files", _limit(soft))
+    report.add("limits", "open files, at most", _limit(hard))
     if soft != resource.RLIM_INFINITY and soft < _FEW_FILES:
         report.hints.append(f"only {soft} open files are allowed: large jobs need more (ulimit -n)")
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    report.add("limits", "locked memory", f"{_limit(soft, 'KiB')} (at most {_limit(hard, 'KiB')}); RDMA needs it")
+    report.add("limits", "locked memory, KiB", _limit(soft, 10))     # RDMA needs it
+    report.add("limits", "locked memory, KiB, at most", _limit(hard, 10))
     try:
         shm = os.statvfs("/dev/shm")
         size, free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
-        report.add("limits", "/dev/shm", f"{size >> 20} MiB, {free >> 20} MiB free")
+        report.add("limits", "/dev/shm, MiB", size >> 20)
+        report.add("limits", "/dev/shm, MiB free", free >> 20)
         if free < _SMALL_SHM:
             report.hints.append(f"/dev/shm has {free >> 20} MiB left: processes of one machine meet there (docker run --shm-size)")
     except OSError as error:
         report.add("limits", "/dev/shm", f"missing: {error}")
-    report.add("limits", "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} may be used")
+    report.add("limits", "cores that may be used", len(os.sched_getaffinity(0)))
+    report.add("limits", "cores", os.cpu_count())
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    report.add("limits", "memory", f"{memory >> 20} MiB, cgroup limit {_cgroup_memory(memory)}")
+    report.add("limits", "memory, MiB", memory >> 20)
+    report.add("limits", "memory, MiB, by cgroup", _cgroup_memory(memory))
 
 
-def _limit(value: int, unit: str = "") -> str:
-    if value == resource.RLIM_INFINITY:
-        return "unlimited"
-    return f"{value >> 10} KiB" if unit else str(value)
+def _limit(value: int, shift: int = 0) -> int | str:
+    return "unlimited" if value == resource.RLIM_INFINITY else value >> shift
 
 
-def _cgroup_memory(machine: int) -> str:
+def _cgroup_memory(machine: int) -> int | str:
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = _read(Path(path))
         if text.isdigit() and int(text) < machine:      # the old kind writes a huge number for none
-            return f"{int(text) >> 20} MiB"
-    return "none"
+            return int(text) >> 20
+    return "unlimited"
 
 
 def options(report: Report) -> Config | None:
     """The variables that are set, and the configuration that they make; None if they make none."""
     environment = child_environment()
     for option in OPTIONS:
-        if environment.get(option.env, "").strip():
-            report.add("options", option.env, "(set)" if "SECRET" in option.env else environment[option.env])
+        if text := environment.get(option.env, "").strip():
+            report.add("options", option.env, "(set)" if "SECRET" in option.env else _value(option, text))
     if "options" not in report.found:
         report.add("options", "none", "no variable of bpsx is set")
+    wrong = faults()
+    report.problems += [f"{fault}: {'set it' if fault.startswith('not set') else 'correct or unset it'}" for fault in wrong]
     try:
         config = Config()
-    except ConfigError as error:
-        report.problems.append(f"{error}: correct or unset it")
+    except ConfigError:     # said above
         return None
     report.hints += config.unknown
     return config
+
+
+def _value(option: Option, text: str) -> object:
+    """The number or boolean that ``text`` means, else ``text``."""
+    try:
+        value = option.parse(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, bool | int | float) else text
 
 
 def folders(report: Report, environment: Mapping[str, str] | None = None) -> None:

@@ -31,6 +31,7 @@ from bpsx.launch.roles import Process, Processes, cannot_run, child_setup, heede
 _LOOK = 0.01
 #: How long output stays open for what ended children have left behind, such as a resource tracker that tidies up.
 _LINGER = 2.0
+_PIPE = 4096
 
 
 @dataclass(eq=False)
@@ -113,6 +114,7 @@ class Job:
         self._complete = False  # whether all have been started
         self._state_fd = -1  # from which the scheduler's state can be read
         self._state = b""
+        self._verdict: str | None = None  # what it had told when we first ended anybody
         self._children: list[Child] = []
         self._ended: list[Child] = []
         self._ending = Ending(plan.grace, plan.kill_after)
@@ -240,8 +242,8 @@ class Job:
         for child in ended:
             if child.far and not child.far.up and not self._stop and not self._ending.due:
                 self._give_up(child.story(), child.status or 1)  # without one of its hosts no job can form
-        # Whoever ended in the same instant: a worker is more likely the cause.
-        self._ended += sorted(ended, key=lambda child: child.role != "worker")
+        # Of those who ended in the same instant: who was killed, then a worker, is more likely the cause.
+        self._ended += sorted(ended, key=lambda child: (not child.killed, child.role != "worker"))
         done = self._complete and all(child.status is not None for child in self._children if child.role == "worker")
         # In an asynchronous job the others go on without a worker.
         fatal = any(child.status and not (self._asynchronous and child.role == "worker") for child in ended)
@@ -255,15 +257,32 @@ class Job:
 
     def _forming(self) -> bool:
         """Whether the scheduler is known to be waiting for others."""
+        return "waiting\n" in (told := self._hear()) and "running\n" not in told
+
+    def _hear(self) -> str:
+        """All that the scheduler has told."""
         if self._state_fd >= 0:
             with contextlib.suppress(BlockingIOError):
-                self._state += os.read(self._state_fd, 16)
-        return self._state == b"w"
+                self._state += os.read(self._state_fd, _PIPE)
+        return self._state.decode()
+
+    def _blamed(self) -> Child | None:
+        """Whom the scheduler names as the cause of the job's end; nobody if that is us."""
+        verdict = self._hear() if self._verdict is None else self._verdict
+        told = [line.split() for line in verdict.splitlines() if line.startswith("blame ")]
+        if not told or self._stop:
+            return None
+        _, role, rank, pid = told[0]
+        same = [child for child in self._children if child.role == role]
+        if role == "worker":
+            return same[int(rank)] if int(rank) < len(same) else None      # its command may be a shell script that runs it
+        return next((child for child in same if child.process.pid == int(pid)), None)
 
     def _escalate(self, now: float) -> None:
         number = self._ending.take(now)
         if number is None:
             return
+        self._verdict = self._hear() if self._verdict is None else self._verdict
         for child in self._children:
             child.send(number)
             if child.status is None and not child.overdue:
@@ -315,20 +334,36 @@ class Job:
             return 0
         if self._stop:
             return worst if self._complete and self._pump.written else max(worst, 128 + self._stop[0])
-        # What we ended ourselves says nothing about the cause, unless there is no other.
-        own = max((child.status or 0 for child in self._children if not child.overdue), default=0)
-        return own or worst or int(any(child.overdue for child in self._children))
+        # How those ended whom we had to end says nothing about the cause.
+        return self._own() or int(any(child.overdue for child in self._children))
+
+    def _own(self) -> int:
+        """The largest status of those who ended by themselves."""
+        return max((child.status or 0 for child in self._children if not child.overdue), default=0)
 
     def _report(self) -> str:
         """What failed, first things first."""
         if self._trouble:
             return self._trouble[0]
-        parts = [child.story() for child in self._ended if child.status or child.overdue]
+        blamed = self._blamed()
+        parts = [child.story() for child in self._ended if (child.status or child.overdue) and child is not blamed]
+        if blamed is not None and blamed.status is not None:
+            parts.insert(0, blamed.story() + ("" if blamed.status else " before the others were done"))
         if self._stop:
             parts.insert(0, f"told to stop by {signal_name(self._stop[0])}")
+        elif not self._own() and self._forming():
+            parts.insert(0, self._absent())
         elif all(child.overdue and child.role != "worker" for child in self._children if child.status or child.overdue):
-            parts.append("all workers had ended well: does the command call bpsx.init()?")
+            parts.append("all workers had ended well" + ("" if self._hear() else ": does the command call bpsx.init()?"))
         return "; ".join(parts)
+
+    def _absent(self) -> str:
+        """Who has ended well while the job gathered, which it could not do any more then."""
+        workers = [child for child in self._children if child.role == "worker"]
+        gone = [child.name for child in workers if child.status == 0 and not child.overdue]
+        if len(gone) == len(workers):
+            return "no worker called bpsx.init(): all ended with status 0 without joining the job"
+        return f"{', '.join(gone)} ended with status 0 without joining the job, which cannot form without it"
 
 
 def signal_name(number: int) -> str:

@@ -82,6 +82,9 @@ class Machine:
 def run_role(command: Sequence[str], grace: float | None = None) -> int:
     """Run the role that the environment names, until it ends. Returns its exit status; raises ConfigError."""
     config = Config()
+    if config.role is None:
+        raise ConfigError("not set: DMLC_ROLE, this machine's part in a job (worker, server or scheduler). For a whole job on this machine: "
+                          "bpsx-run --local COMMAND. All else: bpsx-run --help")
     if config.role != "worker":
         config.check()
         return _run_own(config)

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bpsx.config import Config, cpu_list
+from bpsx.config import Config
 from bpsx.errors import ConfigError
+from bpsx.values import cpu_list
 
 _SYSTEM = Path("/sys/devices/system")
 

@@ -42,7 +42,8 @@ def find(scheduler: str | None, job: int | None) -> Config:
     jobs = [r for r in record.running() if job in (None, r.pid)]
     if not jobs:
         raise ConfigError("no job found: " + (f"no bpsx-run --local of this user has the process number {job}" if job is not None else
-                          "give --scheduler HOST:PORT, set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, or run one with bpsx-run --local"))
+                          "give --scheduler HOST:PORT, set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, or run one with bpsx-run --local")
+                          + f" (looked in {record.folder()}; BYTEPS_SOCKET_PATH or XDG_RUNTIME_DIR of this shell may not be that of the job)")
     if len(jobs) > 1:
         raise ConfigError("several jobs run here; choose one with --job: " + "; ".join(f"{r.pid} ({' '.join(r.command)[:60]})" for r in jobs))
     found = jobs[0]
@@ -145,8 +146,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = _trace_parser()
     options = parser.parse_args(arguments)
     if options.merge is not None:
-        merged = ["merge", str(options.merge), *(["-o", str(options.output)] if options.output else [])]
-        return timeline.main(merged)
+        return timeline.tell_merge(options.merge, options.output, "bpsx-run: error")
     if not 1 <= options.seconds <= 3600:
         parser.error(f"--seconds {options.seconds:g}: allowed is 1..3600")
     with Observer(find(options.scheduler, options.job)) as observer:

@@ -42,8 +42,9 @@ BYTEPS_VISIBLE_CPU_CORES=0-3:4-7: exactly these, with a colon between local rank
 
 BYTEPS_ENABLE_GDB=1: workers and servers run under gdb; after a crash it prints the backtraces of all threads.
 
-Output: where there are several processes each line carries its process's name, and they read no input. Ctrl-C, SIGTERM and SIGHUP reach all of
-them (a second Ctrl-C kills). With --local all compute on the same cores: set OMP_NUM_THREADS if they get in each other's way.
+Output: where there are several processes each line carries its process's name, and they read no input. They get PYTHONUNBUFFERED=1, unless it is
+set, or Python would keep its lines to itself for long. Ctrl-C, SIGTERM and SIGHUP reach all of them (a second Ctrl-C kills). With --local all
+compute on the same cores: set OMP_NUM_THREADS if they get in each other's way.
 
 Hostfile: a line per host: host[:port] and what it runs: scheduler, server, server=N, worker, slots=N (N worker processes). Without a role: worker.
 The scheduler is on the host that says so, else at --scheduler-ip, else on the first server's host. "#" begins a comment.
@@ -51,12 +52,14 @@ The scheduler is on the host that says so, else at --scheduler-ip, else on the f
     node1  worker slots=4
     node2  worker slots=4
 ssh checks host keys and asks nothing. Variables DMLC_* BYTEPS_* BPSX_* PS_* NCCL_*, OMP_NUM_THREADS, KMP_AFFINITY, NVIDIA_VISIBLE_DEVICES,
-LD_LIBRARY_PATH and PYTHONPATH are handed on, and what --env names. If bpsx-run ends, for whatever reason, so do the processes on all hosts.
+LD_LIBRARY_PATH, PYTHONPATH and PYTHONUNBUFFERED are handed on, and what --env names. If bpsx-run ends, for whatever reason, so do the processes on
+all hosts.
 
 Secret: --local and --hostfile make one for the job (BPSX_SECRET) unless BPSX_SECRET or BPSX_SECRET_FILE is set.
 
-Exit status: the command's; with several processes the largest of who ended by itself; 128+n for a process that signal n ended; 2 for a wrong
-option or variable; 126 or 127 if the command cannot be run; 255 if ssh cannot reach a host. doctor: 0 all well, 1 not.
+Exit status: the command's; with several processes the largest of who ended by itself, or 1 if that is 0 and others had to be ended; 128+n for a
+process that signal n ended; 2 for a wrong option or variable; 126 or 127 if the command cannot be run; 255 if ssh cannot reach a host.
+doctor: 0 all well, 1 not.
 
 All variables: docs/options.md; more on this page: docs/launching.md."""
 

@@ -37,10 +37,11 @@ def _born(pid: int) -> int:
         return 0
 
 
-def _folder() -> Path:
-    folder = runtime_dir() / "jobs"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
+def folder() -> Path:
+    """Where the records are; made if need be. Raises :class:`~bpsx.errors.ConfigError` if it cannot be trusted."""
+    found = runtime_dir() / "jobs"
+    found.mkdir(mode=0o700, exist_ok=True)
+    return found
 
 
 def write(address: str, port: int, secret: str, command: Sequence[str]) -> Path:
@@ -49,7 +50,7 @@ def write(address: str, port: int, secret: str, command: Sequence[str]) -> Path:
     Raises :class:`OSError` or :class:`~bpsx.errors.ConfigError`.
     """
     record = Record(os.getpid(), _born(os.getpid()), address, port, secret, list(command), time.time())
-    path = _folder() / f"{record.pid}.json"
+    path = folder() / f"{record.pid}.json"
     draft = path.with_suffix(".new")
     draft.unlink(missing_ok=True)       # of a launcher with our number that was killed
     with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
@@ -70,7 +71,7 @@ def running() -> list[Record]:
     Raises :class:`~bpsx.errors.ConfigError` if the runtime folder cannot be trusted.
     """
     found = []
-    for path in _folder().glob("*.json"):
+    for path in folder().glob("*.json"):
         try:
             record = Record(**json.loads(path.read_text()))
             alive = bool(record.born) and _born(record.pid) == record.born

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -134,6 +134,24 @@ class Plan:
         return [Process(f"server {i}", "server", server, self.environment("server", i, port)) for i in range(self.servers)] + [
             Process(f"worker {i}.{k}" if self.processes > 1 else f"worker {i}", "worker", worker, self.environment("worker", i, port, k))
             for i in range(self.workers) for k in range(self.processes)]
+
+
+#: Variables that say on a machine of a real job what these options of ``--local`` say.
+_OVERLOOKED = {"DMLC_NUM_WORKER": "workers", "DMLC_NUM_SERVER": "servers", "BYTEPS_LOCAL_SIZE": "processes", "NVIDIA_VISIBLE_DEVICES": "processes"}
+
+
+def overlooked(plan: Plan, chosen: Container[str]) -> list[str]:
+    """What somebody should know who has set a variable that ``--local`` does not heed. ``chosen``: options that were given, and so were meant."""
+    config, found = Config(), []
+    wanted = {"DMLC_NUM_WORKER": config.num_worker, "DMLC_NUM_SERVER": config.num_server, "BYTEPS_LOCAL_SIZE": config.local_size,
+              "NVIDIA_VISIBLE_DEVICES": len(config.visible_devices.split(","))}
+    devices = config.visible_devices.lower()
+    for env, option in _OVERLOOKED.items():
+        same = wanted[env] == getattr(plan, option) and not (env == "NVIDIA_VISIBLE_DEVICES" and devices == "all")
+        idle = env == "NVIDIA_VISIBLE_DEVICES" and devices in ("none", "void")
+        if is_set(env) and option not in chosen and not same and not idle:
+            found.append(f"{env} has no effect with --local: --{option} N does that ({getattr(plan, option)} now)")
+    return found
 
 
 def secret_unless_given(secret: str) -> dict[str, str]:

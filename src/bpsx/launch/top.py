@@ -68,8 +68,8 @@ def slowest(late: Mapping[int, Sequence[float]]) -> dict[str, Any] | None:
 
 def lines(view: Mapping[str, Any], where: str) -> list[str]:
     """The table."""
-    title = (f"job at {where}: {view['state']}, {view['workers']} workers, {view['servers']} servers, {view['tensors']} tensors, "
-             f"up {view['seconds']:.0f} s")
+    counts = ", ".join(f"{view[what]} {what if view[what] != 1 else what[:-1]}" for what in ("workers", "servers", "tensors"))
+    title = f"job at {where}: {view['state']}, {counts}, up {view['seconds']:.0f} s"
     rows = [_HEAD, *(_row(n) for n in view["nodes"])]
     widths = [max(len(r[i]) for r in rows) for i in range(len(_HEAD))]
     table = ["  ".join(t.rjust(w) if i in (1, 3) or i > 4 else t.ljust(w) for i, (t, w) in enumerate(zip(r, widths))).rstrip() for r in rows]

@@ -21,7 +21,7 @@ from bpsx.config import Config
 from bpsx.errors import ConfigError, TransportError
 from bpsx.host import allow_descriptors, require_trust
 from bpsx.rendezvous import messages
-from bpsx.rendezvous.membership import Membership, Output, names
+from bpsx.rendezvous.membership import Membership, Output, names, newcomer
 from bpsx.rendezvous.metrics import Exporter
 from bpsx.rendezvous.observers import KINDS, Observers
 from bpsx.rendezvous.refusals import EVENTS, Refusals
@@ -92,7 +92,7 @@ class Hub:
 
     def announce(self) -> None:
         """Say where we listen: in the log, and in the file that the launcher named."""
-        self._tell_launcher(b"w")
+        self._tell_launcher("waiting")
         if self._config.port_file:
             path = Path(self._config.port_file)
             draft = path.with_name(path.name + ".new")
@@ -102,10 +102,10 @@ class Hub:
             os.replace(draft, path)
         log.info("listening on %s:%d", self._config.root_uri, self.port)
 
-    def _tell_launcher(self, state: bytes) -> None:
+    def _tell_launcher(self, line: str) -> None:
         if self._config.state_fd >= 0:
             with contextlib.suppress(OSError):      # it may have gone
-                os.write(self._config.state_fd, state)
+                os.write(self._config.state_fd, f"{line}\n".encode())
 
     def interrupt(self, name: str) -> None:
         """End because of the signal called ``name``; for its handler. It takes effect between messages: an exception out of the handler
@@ -115,17 +115,24 @@ class Hub:
 
     def run(self) -> int:
         """Serve until the job is over. Returns 0 if all workers left in good order, else 1."""
+        ended_for_us = False
         try:
             self._gather()
             if self._members.state == "running":
-                self._tell_launcher(b"r")
+                self._tell_launcher("running")
                 log.info("the job is complete: %s", names(self._members.present()))
                 if self._exporter is not None:
                     self._send(self._observers.watch_for(1e9))
                 while self._members.state == "running":
                     self._turn(None)
+                if blamed := self._members.blamed:
+                    self._tell_launcher(f"blame {blamed.role} {blamed.rank} {blamed.pid}")
             self._farewell()
         except Interrupted as e:
+            # A launcher that runs us has ended us, and says why; or it sees by this that somebody else has.
+            ended_for_us = self._config.state_fd >= 0 and self._members.state in ("waiting", "running")
+            if ended_for_us:
+                self._tell_launcher(f"blame scheduler 0 {os.getpid()}")
             self._send(self._members.abort(f"the scheduler at {self._config.root_uri}:{self.port} was ended by {e}"))
             self._farewell()
         finally:
@@ -134,8 +141,10 @@ class Hub:
             self._socket.disable_monitor()
             self._context.destroy(500)
             os.close(self._wake)
-        if self._members.state != "done":
-            log.error("the job has failed: %s", self._members.failure)
+        if self._members.survived:
+            log.warning("the job is over: %s", self._members.failure)
+        elif self._members.state != "done":
+            log.log(logging.INFO if ended_for_us else logging.ERROR, "the job has failed: %s", self._members.failure)
         return 0 if self._members.state == "done" else 1
 
     def _gather(self) -> None:
@@ -147,7 +156,7 @@ class Hub:
             vanished = self._members.vanished.due(now, self._config.gather_grace)
             lost = vanished is not None and now >= vanished[0]
             if now >= end or lost:
-                text = f"after {self._config.rendezvous_timeout:g} s still missing: {names(self._members.missing())}"
+                text = f"after {self._config.rendezvous_timeout:g} s still missing: {self._status()['missing']}"
                 text = vanished[1] if vanished and lost else text
                 self._members.state, self._members.failure = "failed", text
                 self._send([(i, {"type": "REFUSED", "reason": text}) for i in self._members.nodes])
@@ -160,7 +169,8 @@ class Hub:
             self._turn(min(end, report, vanished[0] if vanished else end) - now)
 
     def _status(self) -> dict[str, Any]:
-        return {"type": "STATUS", "missing": names(self._members.missing()), "here": names(self._members.present()) or "nobody"}
+        missing = names(self._members.missing()) + self._refusals.hint()
+        return {"type": "STATUS", "missing": missing, "here": names(self._members.present()) or "nobody"}
 
     def _farewell(self) -> None:
         """Give everybody time to hear how it ended and to go."""
@@ -204,7 +214,8 @@ class Hub:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))
             ident = self._descriptors.pop(int(event["value"]), None) if self._refusals.event(event) else None
             if ident is not None:
-                connections.info("the connection of %s is gone", self._members.nodes.get(ident, "a former node"))
+                node = self._members.nodes.get(ident)
+                connections.info("the connection of %s %s", node or "a former node", "has ended" if node and node.left else "is gone")
                 self._send(self._members.gone(ident, self._broke))
 
     def _parse(self, ident: bytes, frames: list[Any]) -> dict[str, Any] | None:
@@ -232,11 +243,10 @@ class Hub:
         if kind == "HELLO":
             out = self._members.hello(ident, message)
             if any(m["type"] == "REFUSED" for _, m in out):
-                log.warning("refused %s %d (%s, pid %d): %s", message["role"], message["rank"], message["host"], message["pid"],
-                            out[0][1]["reason"])
+                log.warning("refused %s: %s", newcomer(message), out[0][1]["reason"])
             elif ident in self._members.nodes:
                 log.info("has come: %s; missing: %s", self._members.nodes[ident], names(self._members.missing()) or "nobody")
-                connections.info("%s has connected from %s", f"{message['role']} {max(message['rank'], 0)}", message["host"])
+                connections.info("%s has connected", newcomer(message))
             return out or [(ident, self._status())]
         if kind in KINDS:
             return self._observers.handle(ident, message, time.monotonic())

@@ -22,6 +22,8 @@ from bpsx.rendezvous.vanished import Vanished
 
 Output = tuple[bytes, dict[str, Any]]
 _ASYNC = "BYTEPS_ENABLE_ASYNC"
+#: How the failure begins of a worker whose script ends by this exception.
+_FOR_WANT = "ended by PeerLeftError"
 
 
 @dataclass
@@ -36,6 +38,7 @@ class Node:
     lanes: list[str] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     left: bool = False
+    early: bool = False         # the first worker to leave, in good order
 
     def __str__(self) -> str:
         return f"{self.role} {self.rank} ({self.host}, pid {self.pid})"
@@ -58,16 +61,16 @@ class Membership:
         self._stalls = Stalls(stall_warn, deadlock_after)
         self._joins = Joins()
         self._dead: list[str] = []              # workers that an asynchronous job has survived
+        self.survived = False                   # ... and then ended, for lack of them not "done", though the others were
+        self.blamed: Node | None = None         # whose end was the first that should not have been
 
     # ---- coming
 
     def hello(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
         """A node introduces itself."""
         why = self._refusal(ident, m)
-        place = f"{m['role']} {m['rank']}" if m["role"] == "worker" else m["role"]
         if why:
-            self.refused[place] = why
-            return [(ident, {"type": "REFUSED", "reason": why, "over": self.state != "waiting"})]
+            return self._refuse(ident, m, why)
         if ident in self.nodes:
             return []
         self._replace_reconnected(m)
@@ -76,9 +79,28 @@ class Membership:
         if not self._of("worker") and node.role == "worker":
             self.local_size = int(node.config.get("BYTEPS_LOCAL_SIZE", self.local_size))
         self.nodes[ident] = node
-        self.refused.pop(place, None)
-        self.vanished.back(node.role, node.rank)
+        self.refused.pop(_place(m), None)
+        self.vanished.back(node.role, node.rank, node.host, self.num_server - len(self._of("server")))
         return self._start() if not self.missing() else []
+
+    def _refuse(self, ident: bytes, m: dict[str, Any], why: str) -> list[Output]:
+        """Turn a node away. Who waits for one in its place shall hear of it: the node has proven the secret, if the job has one."""
+        if self._lacks(m):
+            self.refused[_place(m)] = why
+            self.vanished.turn_away(m["role"], m["rank"], m["host"], f"{newcomer(m)} was refused ({why})")
+        return [(ident, {"type": "REFUSED", "reason": why, "over": self.state != "waiting"})]
+
+    def _lacks(self, m: dict[str, Any]) -> bool:
+        """Whether the job still waits for what HELLO ``m`` wants to be, whoever that is."""
+        if self.state != "waiting" or m["role"] not in ("worker", "server"):
+            return False
+        if m["role"] == "server":
+            return len(self._of("server")) < self.num_server
+        here = [w.rank for w in self._of("worker")]
+        # Before the first worker only they themselves know how many a machine has.
+        theirs = m["config"].get("BYTEPS_LOCAL_SIZE")
+        each = self.local_size if here or not isinstance(theirs, int) else theirs
+        return 0 <= m["rank"] < min(self.num_worker * each, MOST_WORKERS) and m["rank"] not in here
 
     def _replace_reconnected(self, m: dict[str, Any]) -> None:
         """A node that lost its connection while the job was gathering introduces itself again: forget its former self."""
@@ -119,7 +141,8 @@ class Membership:
             if not m["lanes"]:
                 return "a server without lanes"
             again = any(self._same(s, m) for s in self._of("server"))
-            return "" if again or len(self._of("server")) < self.num_server else f"there are {self.num_server} servers already"
+            full = "there is a server already" if self.num_server == 1 else f"there are {self.num_server} servers already"
+            return "" if again or len(self._of("server")) < self.num_server else full
         workers = self._of("worker")
         if workers:
             for name, value in workers[0].config.items():
@@ -151,7 +174,8 @@ class Membership:
         here = {w.rank for w in self._of("worker")}
         gone = [self._with_reason(f"worker {r}", f"worker {r}") for r in range(self.size) if r not in here]
         servers = self.num_server - len(self._of("server"))
-        return gone + ([self._with_reason(f"{servers} of {self.num_server} servers", "server")] if servers else [])
+        lacking = f"{servers} of {self.num_server} servers" if self.num_server > 1 else "the server"
+        return gone + ([self._with_reason(lacking, "server")] if servers else [])
 
     def _with_reason(self, text: str, place: str) -> str:
         return f"{text} (refused: {self.refused[place]})" if place in self.refused else text
@@ -281,10 +305,15 @@ class Membership:
         if self.state == "waiting":
             del self.nodes[ident]
             return out
+        node.early = not any(w.early for w in self._of("worker")) and not m["failure"]
         self._stalls.report(node.rank, [], False) if node.role == "worker" else None
         if m["failure"] and self.state == "running":
+            # Who failed for want of one that had left is not the first cause.
+            early = [w for w in self._of("worker") if w.early] if m["failure"].startswith(_FOR_WANT) else []
+            self.blamed = self.blamed or next(iter(early), node)
             return out + self._lost(node, f"{node} has failed: {m['failure']}") + self._after_leaving(node)
         if node.role == "server" and self.state == "running":
+            self.blamed = self.blamed or node
             return out + self._fail(f"{node} has left while workers were running")
         return out + self._after_leaving(node)
 
@@ -295,7 +324,7 @@ class Membership:
             return []
         if self.state == "waiting":
             del self.nodes[ident]
-            self.vanished.miss(node.role, node.rank, f"{node} is gone: {why}")
+            self.vanished.miss(node.role, node.rank, node.host, f"{node} is gone: {why}")
             return []
         node.left = True
         out = self._lost(node, f"{node} is gone: {why}") if self.state == "running" else []
@@ -311,6 +340,7 @@ class Membership:
 
     def _lost(self, node: Node, text: str) -> list[Output]:
         """A node is gone that should not be: the end of the job, unless it is asynchronous and lacks only a worker."""
+        self.blamed = self.blamed or node
         workers = [w for w in self._of("worker") if not w.left]
         if node.role != "worker" or not self.asynchronous or not workers:
             return self._fail("; ".join([*self._dead, text]))
@@ -334,7 +364,9 @@ class Membership:
             out += self._joins.left(*self._here()) + self._end_join()
         if not workers:
             if self.state == "running":
-                self.state, self.failure = ("failed", "; ".join(self._dead)) if self._dead else ("done", "")
+                self.survived = bool(self._dead)
+                self.state = "failed" if self._dead else "done"
+                self.failure = "; ".join(self._dead) + "; the others have gone on and left in good order" if self._dead else ""
             if node.role == "worker":
                 out += [(s.ident, {"type": "END"}) for s in servers]
         return out
@@ -342,6 +374,16 @@ class Membership:
     def everybody_left(self) -> bool:
         """Whether nobody has to be told anything any more."""
         return self.state in ("done", "failed") and all(n.left for n in self.nodes.values())
+
+
+def _place(m: dict[str, Any]) -> str:
+    """What HELLO ``m`` wants to be; servers get their numbers later."""
+    return f"worker {m['rank']}" if m["role"] == "worker" else str(m["role"])
+
+
+def newcomer(m: dict[str, Any]) -> str:
+    """Who sends HELLO ``m``, for people."""
+    return f"{_place(m)} ({m['host']}, pid {m['pid']})"
 
 
 def names(items: Sequence[str], most: int = 8) -> str:

@@ -27,6 +27,7 @@ class Refusals:
 
     def __init__(self, every: float = EVERY_SECONDS) -> None:
         self.count = 0
+        self._last = _UNKNOWN
         self._every = every
         self._told = 0
         self._next = 0.0
@@ -48,16 +49,23 @@ class Refusals:
             return not failed
         return False
 
+    def hint(self) -> str:
+        """For those who wait in vain: perhaps one of these is whom they miss. Empty if there was none."""
+        if not self.count:
+            return ""
+        return f" ({self.count} connection{'s' * (self.count > 1)} refused for not knowing the job secret, the last from {self._last})"
+
     def _refused(self, who: str) -> None:
         self.count += 1
+        self._last = self._last if who == _UNKNOWN else who
         now = time.monotonic()
         # Who closes at once is gone before we have looked where he was; he comes again, and a line without an address helps nobody.
         if now < self._next or (who == _UNKNOWN and self.count - self._told < _PATIENCE):
             return
-        more = self.count - self._told - 1
+        more, told_before = self.count - self._told - 1, bool(self._told)
         self._next, self._told = now + self._every, self.count
         log.warning("refused a connection from %s: it does not know the job secret (BPSX_SECRET) or speaks something else%s", who,
-                    f"; {more} more since the last such line" if more else "")
+                    f"; {more} more {'since the last such line' if told_before else 'before it'}" if more else "")
 
 
 def _peer_of(descriptor: int) -> str:

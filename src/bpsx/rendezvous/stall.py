@@ -54,7 +54,7 @@ class Stalls:
                 if wait.seconds < self._warn_after or now - self._warned.get(key, -1e9) < self._warn_after:
                     continue
                 self._warned[key] = now
-                why = f"not pushed by {self._tell(lacking)}" if lacking else "pushed by all, not answered by the server yet"
+                why = f"not pushed by {self._tell(lacking)}" if lacking else "pushed by all, its sum is not back yet"
                 out.append((rank, f"tensor {key[0]!r} round {wait.round}: pushed {wait.seconds:.0f} s ago by worker {rank}, {why}"))
         return out
 

@@ -1,7 +1,8 @@
-"""Who had come while the job was gathering, and is gone. Pure; the hub lends its clock.
+"""Who had come while the job was gathering, and is gone or was turned away. Pure; the hub lends its clock.
 
 A process whose connection broke, or one that was started again, comes back within moments. One that does not has died, and those
-who wait for it shall hear so now rather than at the rendezvous deadline.
+who wait for it shall hear so now rather than at the rendezvous deadline. One that was refused for its options has ended, and is waited for in
+the same way: somebody may start it again with others.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ class _Missed:
 
     role: str
     rank: int
+    host: str
     text: str
     since: float | None = None
 
@@ -25,17 +27,33 @@ class Vanished:
     def __init__(self) -> None:
         self._missed: list[_Missed] = []
 
-    def miss(self, role: str, rank: int, text: str) -> None:
+    def miss(self, role: str, rank: int, host: str, text: str) -> None:
         """A node has gone; ``text`` says which."""
-        self._missed.append(_Missed(role, rank if role == "worker" else -1, text))
+        self._missed.append(_Missed(role, rank if role == "worker" else -1, host, text))
 
-    def back(self, role: str, rank: int) -> None:
-        """A node has come: it, or one in its place, is not missed any more."""
-        rank = rank if role == "worker" else -1
-        same = [m for m in self._missed if (m.role, m.rank) == (role, rank)]
-        # A worker's place is one, however many died in it.
-        for one in same if role == "worker" else same[:1]:
+    def turn_away(self, role: str, rank: int, host: str, text: str) -> None:
+        """A node for whom there is a place was refused; ``text`` says which, and why.
+
+        It may try again and again: that is one miss, whose clock runs on. A server's further tries are known by the host, so of several
+        servers there that are refused one is missed."""
+        for one in self._of(role, rank):
+            if role == "worker" or one.host == host:
+                one.text = text
+                return
+        self.miss(role, rank, host, text)
+
+    def back(self, role: str, rank: int, host: str, lacking: int) -> None:
+        """A node has come: it, or one in its place, is not missed any more. ``lacking``: servers for whom there is still a place."""
+        same = self._of(role, rank)
+        # A worker's place is one, however many died in it. A server on another host than those who are missed is one that had not come yet,
+        # as long as there are such.
+        if role == "server":
+            same = [m for m in same if m.host == host][:1] or same[:max(0, len(same) - lacking)]
+        for one in same:
             self._missed.remove(one)
+
+    def _of(self, role: str, rank: int) -> list[_Missed]:
+        return [m for m in self._missed if (m.role, m.rank) == (role, rank if role == "worker" else -1)]
 
     def due(self, now: float, grace: float) -> tuple[float, str] | None:
         """When the first of them counts as dead (``grace`` seconds after ``now`` or the look that saw it first), and what to say then."""

@@ -370,7 +370,8 @@ cdef class ZeroMQEndpoint:
 
     def watch(self) -> int:
         """Start to watch the connections; returns a descriptor that becomes readable when :meth:`lost` has news."""
-        self.monitor_socket = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        # With an address of our own: pyzmq, making one up, leaves some memory behind each time.
+        self.monitor_socket = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, f"inproc://monitor.{id(self)}")
         return self.monitor_socket.getsockopt(zmq.FD)
 
     def lost(self) -> list:

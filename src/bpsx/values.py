@@ -1,0 +1,83 @@
+"""How the text of an option becomes its value: each function returns the value or raises :class:`ValueError`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+#: What :func:`flag` takes, for people.
+FLAG = "0 or 1 (also no, false, off, yes, true, on)"
+
+
+def integer(low: int, high: int = 2**62) -> Callable[[str], int]:
+    """A whole number from ``low`` to ``high``."""
+    def parse(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise ValueError
+        return value
+
+    return parse
+
+
+def number(low: float) -> Callable[[str], float]:
+    """A finite number, at least ``low``."""
+    def parse(text: str) -> float:
+        value = float(text)
+        if not low <= value < float("inf"):
+            raise ValueError
+        return value
+
+    return parse
+
+
+def choice(*values: str) -> Callable[[str], str]:
+    """One of ``values``, in small letters or large."""
+    def parse(text: str) -> str:
+        if text.lower() not in values:
+            raise ValueError
+        return text.lower()
+
+    return parse
+
+
+def flag(text: str) -> bool:
+    """What :data:`FLAG` says; nothing is false."""
+    known = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False, "": False}
+    try:
+        return known[text.strip().lower()]
+    except KeyError:
+        raise ValueError from None
+
+
+def host_port(text: str) -> tuple[str, int]:
+    """``port`` or ``host:port``, an IPv6 host in brackets; loopback without a host."""
+    host, _, port = text.rpartition(":")
+    if not port.isascii() or not port.isdigit() or int(port) > 65535 or (":" in host and not host.startswith("[")):
+        raise ValueError
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def cpu_list(text: str) -> frozenset[int]:
+    """Logical CPUs from text as the kernel writes it: ``0-3,8``. Raises :class:`ValueError`."""
+    found: set[int] = set()
+    for part in text.split(","):
+        low, dash, high = part.strip().partition("-")
+        first, last = int(low), int(high) if dash else int(low)
+        if not 0 <= first <= last < 65536:
+            raise ValueError
+        found.update(range(first, last + 1))
+    return frozenset(found)
+
+
+def cpu_lists(text: str) -> str:
+    """``text`` as it is, if it is lists of CPUs with colons between them."""
+    for part in text.split(":") if text else ():
+        cpu_list(part)
+    return text
+
+
+def blacklist(text: str) -> str:
+    """``text`` as it is, if it is -1 or a list of CPUs."""
+    if text != "-1":
+        cpu_list(text)
+    return text

@@ -1,0 +1,53 @@
+"""What the scheduler says of connections that it turns away."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from bpsx.rendezvous.refusals import Refusals
+from bpsx.rendezvous.sockets import REFUSED
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    lines: list[str] = []
+    logger = logging.getLogger("bpsx.scheduler")
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    keep = Keep()
+    logger.addHandler(keep)
+    yield lines
+    logger.removeHandler(keep)
+
+
+def turn_away(refusals: Refusals, descriptor: int) -> None:
+    refusals.event({"event": REFUSED, "value": descriptor})
+    assert refusals.event({"event": zmq.EVENT_DISCONNECTED, "value": descriptor}) is False
+
+
+def test_only_a_later_line_counts_from_the_one_before(said: list[str]) -> None:
+    refusals = Refusals(every=0.0)
+    assert refusals.hint() == ""
+    for _ in range(3):      # of unknown address, as those who are gone at once: told when they come again and again
+        turn_away(refusals, 99)
+    assert len(said) == 1 and said[0].endswith("or speaks something else; 2 more before it")
+    for _ in range(3):
+        turn_away(refusals, 99)
+    assert len(said) == 2 and said[1].endswith("or speaks something else; 2 more since the last such line")
+
+
+@pytest.mark.parametrize(("count", "text"), [
+    (1, " (1 connection refused for not knowing the job secret, the last from an unknown address)"),
+    (2, " (2 connections refused for not knowing the job secret, the last from an unknown address)")])
+def test_who_waits_hears_how_many(count: int, text: str) -> None:
+    refusals = Refusals()
+    for _ in range(count):
+        turn_away(refusals, 99)
+    assert refusals.hint() == text
