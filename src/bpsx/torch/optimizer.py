@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import warnings
 import weakref
 from collections import Counter
@@ -117,7 +116,7 @@ class _DistributedOptimizer(_Base):
         """A copy, deep or pickled, is the plain optimizer: hooks and names are of this one's parameters."""
         line = type(self).__mro__
         plain = line[line.index(_DistributedOptimizer) + 1]
-        return copyreg.__newobj__, (plain,), super().__getstate__()     # type: ignore[attr-defined]
+        return object.__new__, (plain,), super().__getstate__()     # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
         """Push what has not been pushed, and wait until every ``grad`` holds the average.
