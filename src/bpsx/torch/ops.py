@@ -196,8 +196,8 @@ def push_pull_async(tensor: torch.Tensor, average: bool = True, name: str | None
     """Begin to sum ``tensor`` over all workers into a new tensor of its shape and dtype; :func:`synchronize` returns that. In asynchronous
     training: add it to the servers' value of ``name``, and get that (see ``docs/async.md``).
 
-    ``tensor``: dense, on the CPU, of a dtype in :data:`bpsx.dtypes.DTYPES`, any strides, also empty or 0-dimensional. It must not change
-    until the end. Its values are taken as they are, without autograd. Workers must agree on name, shape, dtype and ``average``; without a
+    ``tensor``: dense, on the CPU, of a dtype in :data:`bpsx.dtypes.DTYPES`, any strides, also empty or 0-dimensional. Elements travel in logical
+    order, so workers may lay it out differently; a result has its input's strides. It must not change, nor be resized, until the end. Its values are taken as they are, without autograd. Workers must agree on name, shape, dtype and ``average``; without a
     name, calls of one shape and dtype are matched in the order in which each worker makes them. ``average`` divides by ``size()``;
     integers round down. Larger ``priority`` goes first. ``version`` is BytePS's and ignored: bpsx counts rounds itself.
 
