@@ -197,9 +197,10 @@ def push_pull_async(tensor: torch.Tensor, average: bool = True, name: str | None
     training: add it to the servers' value of ``name``, and get that (see ``docs/async.md``).
 
     ``tensor``: dense, on the CPU, of a dtype in :data:`bpsx.dtypes.DTYPES`, any strides, also empty or 0-dimensional. Elements travel in logical
-    order, so workers may lay it out differently; a result has its input's strides. It must not change, nor be resized, until the end. Its values are taken as they are, without autograd. Workers must agree on name, shape, dtype and ``average``; without a
-    name, calls of one shape and dtype are matched in the order in which each worker makes them. ``average`` divides by ``size()``;
-    integers round down. Larger ``priority`` goes first. ``version`` is BytePS's and ignored: bpsx counts rounds itself.
+    order, so workers may lay it out differently; a result has its input's strides. It must not change, nor be resized, until the end. Its
+    values are taken as they are, without autograd. Workers must agree on name, shape, dtype and ``average``; without a name, calls of one shape
+    and dtype are matched in the order in which each worker makes them. ``average`` divides by ``size()``; integers round down. Larger ``priority``
+    goes first. ``version`` is BytePS's and ignored: bpsx counts rounds itself.
 
     Raises :class:`UnsupportedTensor` or :class:`~bpsx.dtypes.UnsupportedDType` (both are :class:`TypeError`),
     :class:`~bpsx.errors.NotInitializedError`. Thread-safe.

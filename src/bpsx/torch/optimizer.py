@@ -116,7 +116,7 @@ class _DistributedOptimizer(_Base):
         """A copy, deep or pickled, is the plain optimizer: hooks and names are of this one's parameters."""
         line = type(self).__mro__
         plain = line[line.index(_DistributedOptimizer) + 1]
-        return object.__new__, (plain,), super().__getstate__()     # type: ignore[attr-defined]
+        return object.__new__, (plain,), super().__getstate__()
 
     def synchronize(self) -> None:
         """Push what has not been pushed, and wait until every ``grad`` holds the average.
