@@ -12,14 +12,18 @@ RESUMED = """
     bps.init()
     torch.manual_seed(1)
     model = torch.nn.Linear(3, 2).double()
+    model.table = torch.nn.Embedding(4, 1, sparse=True).double()       # new workers do not know yet that its gradient is sparse
     optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
 
     def step():
         optimizer.zero_grad()
         # d loss / d bias = rank + 1, whatever the weights are
         (model(torch.zeros(1, 3).double()).sum() * (bps.rank() + 1)).backward()
+        if bps.rank() == 0:
+            model.table(torch.tensor([2])).sum().backward()
         before = model.bias.detach().clone()
         optimizer.step()
+        assert model.table.weight.grad.is_sparse and model.table.weight.grad._values().tolist() == [[1 / bps.size()]]
         return float((before - model.bias.detach())[0])
 
     if ELASTIC:

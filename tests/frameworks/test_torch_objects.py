@@ -1,0 +1,191 @@
+"""broadcast_object and all_gather_object between real workers, with a job secret and without. ``job_*`` functions run in the workers."""
+
+from __future__ import annotations
+
+import enum
+import math
+import os
+from collections import OrderedDict, namedtuple
+from fractions import Fraction
+from http import HTTPStatus
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch_job import run_job
+
+import bpsx.torch as bps
+
+pytestmark = pytest.mark.timeout(300)
+Point = namedtuple("Point", "x y")
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+class Unwilling:
+    """Cannot be pickled, and says so with an exception of its own."""
+
+    def __reduce__(self) -> Any:
+        raise OSError("no copies of me")
+
+
+class Bomb:
+    """Whoever unpickles it writes a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def plain(rank: int) -> dict[Any, Any]:
+    """One of everything, and something of each worker's own."""
+    state = torch.nn.Linear(2, 2).state_dict()
+    return {
+        "rank": rank, None: [True, 1.5, -0.0, math.inf, "ü\ud800", 10**400, -(2**63), 3 - 4j], (1, "a"): (b"\0bytes", bytearray(b"xyz"), b""),
+        "sets": {1, "two", (3,)}, "frozen": frozenset({1}), "nothing": ((), [], {}, set()), "numpy": np.arange(6, dtype=">i2").reshape(2, 3).T,
+        "scalars": [np.float32(1.5), np.int64(-3), np.bool_(True), np.str_("text"), np.datetime64("2026-11-21", "D"), np.array(2.5)],
+        "tensors": [torch.arange(6.0).reshape(2, 3).t(), torch.tensor(True), torch.zeros(0, 3), torch.ones(2, dtype=torch.bfloat16),
+                    torch.ones(2, dtype=torch.complex64).conj() * 1j, torch.tensor(7, dtype=torch.int16)],
+        "state": OrderedDict((k, torch.full_like(v, rank)) for k, v in state.items()),
+    }
+
+
+def alike(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, (np.ndarray, np.generic)):
+        return a.dtype == b.dtype and a.shape == b.shape and bool(np.array_equal(a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(alike(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(alike(x, y) for x, y in zip(a, b))
+    return bool(a == b) and (not isinstance(a, float) or math.copysign(1, a) == math.copysign(1, b))
+
+
+def error_of(act: Any) -> str:
+    with pytest.raises(TypeError) as caught:
+        act()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def job_plain() -> Any:
+    rank, size = bps.rank(), bps.size()
+    wanted = plain(1)
+    mine = plain(rank)
+    assert alike(bps.broadcast_object(mine, root_rank=1), wanted)
+    assert bps.broadcast_object(mine, rank) is mine if size == 1 else True
+    found = bps.all_gather_object(mine)
+    assert all(alike(found[r], plain(r)) for r in range(size)) and found[rank] is mine
+    for n in (0, 1, 5, 100_000, 3):        # other sizes, and other types, under one name
+        assert bps.broadcast_object("x" * n if rank == 0 else None, name="sizes") == "x" * n
+        assert bps.all_gather_object(list(range(n * rank)), "sizes") == [list(range(n * r)) for r in range(size)]
+    assert bps.broadcast_object([1] if rank == 0 else [2, 3]) == [1] and bps.broadcast_object({} if rank else [2]) == [2]
+    model = torch.nn.BatchNorm1d(2)
+    model.load_state_dict(bps.broadcast_object(model.state_dict()))
+    arrived = bps.broadcast_object({"array": np.zeros(2), "tensor": torch.zeros(2)})
+    arrived["array"] += 1       # writable
+    arrived["tensor"] += 1
+    return True
+
+
+def job_pickled() -> Any:
+    """In a job with a secret: ``--local`` makes one."""
+    rank, size = bps.rank(), bps.size()
+    arrived = bps.broadcast_object([Fraction(rank, 7), HTTPStatus.OK], root_rank=size - 1)
+    assert arrived == [Fraction(size - 1, 7), 200] and arrived[1] is HTTPStatus.OK
+    cycle: list[Any] = [rank]
+    cycle.append(cycle)
+    arrived = bps.broadcast_object(cycle)
+    assert arrived[0] == 0 and arrived[1] is arrived
+    everybody = bps.all_gather_object([slice(rank), Fraction(rank)] if rank else "a plain one")
+    assert everybody == ["a plain one", *([slice(r), Fraction(r)] for r in range(1, size))]
+    optimizer: Any = bps.DistributedOptimizer(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.5), None)
+    assert type(bps.broadcast_object(optimizer)).__name__ == "SGD"
+    assert bps.broadcast_object(torch.nn.Parameter(torch.full((2,), float(rank)))).tolist() == [0, 0]
+    return [error_of(lambda: bps.broadcast_object(Unwilling() if rank == 0 else 3)),
+            error_of(lambda: bps.broadcast_object((lambda: 0) if rank == 1 else None, 1)),
+            error_of(lambda: bps.all_gather_object(Unwilling() if rank == size - 1 else 3)),
+            bps.broadcast_object("goes on")]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_with_a_secret(tmp_path: Any, size: int) -> None:
+    finished = run_job(__file__, ["job_plain", "job_pickled"], tmp_path, size)
+    assert finished.status == 0, finished.output[-5000:]
+    for result in finished.results.values():
+        unwilling, function, gathered, after = result["job_pickled"]
+        assert unwilling == "ObjectError: broadcast_object: Unwilling cannot be pickled: OSError: no copies of me"
+        assert function.startswith("ObjectError: broadcast_object: function cannot be pickled")
+        assert gathered.startswith(f"ObjectError: worker {size - 1}: all_gather_object: Unwilling cannot be pickled")
+        assert after == "goes on"
+
+
+WITHOUT = """
+    import sys, torch
+    sys.path.insert(0, FOLDER)
+    import test_torch_objects as t
+    import bpsx.torch as bps
+    from bpsx import _adapter
+    bps.init()
+    rank = bps.rank()
+    assert t.job_plain()
+    report([t.error_of(lambda: bps.broadcast_object(t.Point(1, 2) if rank == 0 else 1)),
+            t.error_of(lambda: bps.broadcast_object({"a": [t.Colour.RED]} if rank == 1 else 1, 1)),
+            t.error_of(lambda: bps.all_gather_object(t.Point(1, 2) if rank == 0 else 1))])
+    # A sender that pickles all the same, without a proof: nobody unpickles it.
+    import bpsx.torch.objects as objects
+    if rank == 0:
+        objects._pack = lambda obj, *rest: b"p" + bytes(32) + objects.pickle.dumps(obj)
+        bps.broadcast_object(t.Bomb(BOMB))
+    else:
+        report(t.error_of(lambda: bps.broadcast_object(None)))
+    bps.barrier()
+"""
+
+
+@pytest.mark.parametrize("secret", ["", "a secret that is long enough"])
+def test_what_is_not_proven_is_not_unpickled(tmp_path: Any, secret: str) -> None:
+    from jobs import Job  # not where the workers import this file
+
+    source = WITHOUT.replace("FOLDER", repr(os.path.dirname(__file__))).replace("BOMB", repr(str(tmp_path / "bomb")))
+    if secret:
+        source = source.replace("report([t.error_of", "[lambda: [t.error_of").replace("rank == 0 else 1))])", "rank == 0 else 1))]]")
+    with Job(source, env={"BPSX_SECRET": secret} if secret else None) as job:
+        reports = job.results()
+    if not secret:
+        for first, second, third in (r[0] for r in reports):
+            assert "the object is a Point" in first and "BPSX_SECRET" in first and "--local" in first
+            assert "the object.a.0 is a Colour" in second and "BPSX_SECRET" in second
+            assert third.startswith("ObjectError: worker 0: all_gather_object: the object is a Point")
+    assert "does not prove that it knows the job secret" in reports[1][-1]
+    assert not (tmp_path / "bomb").exists()
+
+
+def job_wrong_arguments() -> Any:
+    return [str(pytest.raises(ValueError, lambda: bps.broadcast_object(1, 7)).value),
+            str(pytest.raises(ValueError, lambda: bps.broadcast_object(1, name=3)).value)]     # type: ignore[arg-type]
+
+
+def job_root_dies() -> Any:
+    if bps.rank() == 0:
+        os._exit(3)
+    with pytest.raises(ConnectionError) as caught:
+        bps.broadcast_object(None)
+    return str(caught.value)
+
+
+def test_a_dead_root_is_named(tmp_path: Any) -> None:
+    finished = run_job(__file__, ["job_wrong_arguments", "job_root_dies"], tmp_path)
+    assert finished.status != 0
+    if 1 in finished.results:
+        assert "allowed are 0 to 1" in finished.results[1]["job_wrong_arguments"][0]
+        assert "worker 0" in finished.results[1]["job_root_dies"]
+    else:
+        assert "worker 0" in finished.output
