@@ -107,7 +107,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Part]] = {
 }
 MAKERS: dict[str, Any] = {
     "plain": lambda p: torch.optim.Adam(p, lr=0.01),
-    "compiled": lambda p: torch.optim.SGD(p, lr=0.05),
+    "compiled": lambda p: torch.optim.Adam(p, lr=0.01),
 }
 
 
@@ -134,9 +134,14 @@ def same_bits(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> boo
 
 # ---- what the workers do
 
-def job_models() -> Any:
+def job_compiled() -> Any:
+    return job_models("compiled")
+
+
+def job_models(*names: str) -> Any:
     found = {}
-    for name, (_, part) in MODELS.items():
+    for name in names or [n for n in MODELS if n != "compiled"]:
+        part = MODELS[name][1]
         model = DistributedDataParallel(made(name, seed=1 + bps.rank()))       # the seeds differ: construction has to help
         optimizer = optimizer_for(name, model)
         for step in range(STEPS):
@@ -355,12 +360,13 @@ JOBS = ["job_models", "job_no_sync", "job_several", "job_uses_nothing", "job_buf
         "job_refused"]
 
 
-@pytest.fixture(scope="module", params=[(2, 1, 1), (4, 2, 1), (1, 0, 2)], ids=["2 workers", "4 workers", "1 machine of 2"])
+@pytest.fixture(scope="module", params=[(2, 1), (4, 2)], ids=["2 workers", "4 workers"])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    machines, servers, processes = request.param
-    finished = run_job(__file__, JOBS, tmp_path_factory.mktemp("job"), machines, servers, processes)
+    workers, servers = request.param
+    # torch.compile takes seconds to import: once is enough
+    finished = run_job(__file__, JOBS + ["job_compiled"] * (workers == 2), tmp_path_factory.mktemp("job"), workers, servers)
     assert finished.status == 0, finished.output[-5000:]
-    assert sorted(finished.results) == list(range(machines * processes))
+    assert sorted(finished.results) == list(range(workers))
     return finished
 
 
@@ -371,8 +377,15 @@ def each(job: Finished, name: str) -> list[Any]:
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_one_process_on_the_joined_batch(job: Finished, name: str) -> None:
     part = MODELS[name][1]
-    expected = alone(name, len(job.results), lambda model, rank, step: part(model, *rows(step, rank), rank, step))
-    found = [f[name] for f in each(job, "job_models")]
+    if name == "compiled":
+        if len(job.results) > 2:
+            pytest.skip("compiled in the job of two")
+        # What the compiled module computes is the plain one's.
+        expected = alone("plain", 2, lambda model, rank, step: part(model, *rows(step, rank), rank, step))
+        found = [f[name] for f in each(job, "job_compiled")]
+    else:
+        expected = alone(name, len(job.results), lambda model, rank, step: part(model, *rows(step, rank), rank, step))
+        found = [f[name] for f in each(job, "job_models")]
     for ours in found:
         close(ours, expected)
         assert same_bits(ours, found[0])
