@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from bpsx import secret
 from bpsx.api import session
 from bpsx.session import Session
 
-__all__ = ["TensorView", "Session", "session"]
+__all__ = ["Session", "TensorView", "proof", "session"]
 
 
 class TensorView(NamedTuple):
@@ -25,3 +26,13 @@ class TensorView(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     owner: object
+
+
+def proof(purpose: str, *parts: bytes | str | int) -> bytes | None:
+    """32 bytes over ``parts`` that only who knows the job secret can make; None if the job has none.
+
+    Connections prove the secret once, and what follows on them can still be changed on the way unless it is encrypted: whoever is about to trust
+    bytes with more than their values compares this. Raises :class:`~bpsx.errors.NotInitializedError`, :class:`~bpsx.errors.ConfigError`.
+    """
+    known = session().config.secret_bytes
+    return secret.derive(known, purpose, *parts) if known else None

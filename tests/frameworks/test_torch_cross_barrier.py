@@ -11,6 +11,7 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from torch_job import Finished, run_job
 
 import bpsx.torch as bps
 import bpsx.torch.cross_barrier as upstream
-from bpsx.errors import BpsxError
+from bpsx import _adapter
+from bpsx.errors import BpsxError, ConfigError
 from bpsx.torch.cross_barrier import CrossBarrier
 
 STEPS, BATCH = 7, 4
@@ -191,6 +193,10 @@ def _looks(optimizer: Any, model: nn.Module) -> Any:
                 seen.append(model(tokens(0, 0)).float())
         elif step == 4:
             seen.append(optimizer.state_dict())
+        elif step == 10:
+            plain = copy.deepcopy(optimizer)
+            seen.append((type(plain).__name__, plain.state_dict()))
+            assert type(plain) is type(optimizer).__bases__[1]
         elif step == 5:
             seen.append(copy.deepcopy(optimizer.state[model.position]))
         elif step == 6:
@@ -241,14 +247,7 @@ def _scaled(optimizer: Any, model: nn.Module) -> Any:
         optimizer.zero_grad()
         loss = loss_of(model, step)
         scaler.scale(loss * (float("inf") if step == 3 and bps.rank() == 0 else 1.0)).backward()
-        if hasattr(optimizer, "_barrier"):
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-        else:
-            optimizer.synchronize()
-            scaler.unscale_(optimizer)
-            with optimizer.skip_synchronize():
-                scaler.step(optimizer)
+        scaler.step(optimizer)
         scaler.update()
     return scaler.get_scale()
 
@@ -267,6 +266,22 @@ def job_uses() -> Any:
         "hooks": outcome(_hooked), "scaler": outcome(_scaled), "exception": outcome(_exception),
         "fp16": outcome(lambda o, m: train("", o, m), compression=bps.Compression.fp16),
     }
+
+
+def job_sparse() -> Any:
+    found = []
+    for cross in (False, True):
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Embedding(11, 8, sparse=True), nn.Linear(8, 11)).double()
+        named = [(f"sparse.{cross}.{n}", p) for n, p in model.named_parameters()]
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer: Any = CrossBarrier(model, base, named) if cross else bps.DistributedOptimizer(base, named)
+        for step in range(3):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(tokens(step, bps.rank())).flatten(0, 1), tokens(step, bps.rank()).flatten()).backward()
+            optimizer.step()
+        found.append(weights(model))
+    return alike(*found), found[1]
 
 
 def job_last_step() -> Any:
@@ -321,12 +336,11 @@ def job_refused() -> Any:
         if name == "prodigal":
             said.append(_raised(lambda m=model: loss_of(m, 1, False)))
         else:
-            said += [_raised(lambda m=model: copy.deepcopy(m)), _raised(lambda o=optimizer: copy.deepcopy(o))]
+            said.append(_raised(lambda m=model: copy.deepcopy(m)))
             said.append(_raised(lambda m=model: pickle.dumps(m.norm)))
             # not as in the first forward pass
             out = nn.functional.linear(torch.ones(2, 8, dtype=torch.float64), model.twice.weight).sum()
-            said.append(_raised(out.backward))
-            optimizer.synchronize()
+            said += [_raised(out.backward), _raised(optimizer.synchronize)]     # what backward has added to was to be the average
     return said
 
 
@@ -370,18 +384,9 @@ def job_dies() -> Any:
     return said, len(weights(model))
 
 
-def job_alone() -> Any:
-    return outcome(lambda o, m: train("", o, m))[0]
-
-
-def job_async() -> Any:
-    model = made()
-    return _raised(lambda: CrossBarrier(model, MAKERS["sgd"](groups_of(model))))
-
-
 # ---- tests
 
-JOBS = ["job_optimizers", "job_zero_grad", "job_uses", "job_last_step", "job_refused", "job_dropped", "job_ends"]
+JOBS = ["job_optimizers", "job_zero_grad", "job_uses", "job_sparse", "job_last_step", "job_refused", "job_dropped", "job_ends"]
 
 
 @pytest.fixture(scope="module", params=[(2, 1, 1), (4, 2, 1)], ids=["2 workers", "4 workers"])
@@ -419,6 +424,11 @@ def test_uses(job: Finished, case: str) -> None:
     check(job, "job_uses", case)
 
 
+def test_sparse_gradients(job: Finished) -> None:
+    found = each(job, "job_sparse")
+    assert all(same and alike(mine, found[0][1]) for same, mine in found)
+
+
 def test_updates_wait_for_the_forward_pass_but_in_the_last_step(job: Finished) -> None:
     for moved in each(job, "job_last_step"):
         # moved in step(), moved in forward and backward: of steps 0 to 3
@@ -426,8 +436,8 @@ def test_updates_wait_for_the_forward_pass_but_in_the_last_step(job: Finished) -
 
 
 def test_refusals_name_what_and_why(job: Finished) -> None:
-    names = ["SAM", "LBFGS", "max_grad_norm", "scripted", "num_steps=0", "'distance'", "synchronize()", "state_dict()", "state_dict()",
-             "'unseen.twice.weight'"]
+    names = ["SAM", "LBFGS", "max_grad_norm", "scripted", "num_steps=0", "'distance'", "synchronize()", "state_dict()",
+             "'unseen.twice.weight' was used", "'unseen.twice.weight' was written to"]
     for said in each(job, "job_refused"):
         assert len(said) == len(names)
         for text, name in zip(said, names, strict=True):
@@ -446,11 +456,16 @@ def test_a_dead_worker_is_an_exception_in_the_forward_pass_that_waits(tmp_path: 
     assert finished.status != 0 and count and said.startswith("PeerLostError") and "worker 1" in said and "of two steps" in said
 
 
-def test_one_worker_and_asynchronous_training(tmp_path: Path) -> None:
-    finished = run_job(__file__, ["job_alone"], tmp_path / "one", workers=1, servers=0)
-    assert finished.status == 0 and finished.results[0]["job_alone"], finished.output[-3000:]
-    finished = run_job(__file__, ["job_async"], tmp_path / "async", workers=1, BYTEPS_ENABLE_ASYNC="1")
-    assert "BYTEPS_ENABLE_ASYNC" in finished.results[0]["job_async"]
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_one_worker_and_asynchronous_training(monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
+    config = SimpleNamespace(asynchronous=asynchronous, distributed=False)
+    monkeypatch.setattr(_adapter, "session", lambda: SimpleNamespace(config=config, rank=0, size=1))
+    monkeypatch.setattr(bps, "rank", lambda: 0)
+    if asynchronous:
+        with pytest.raises(ConfigError, match="BYTEPS_ENABLE_ASYNC"):
+            CrossBarrier(made(), MAKERS["sgd"](made().parameters()))
+        return
+    assert outcome(lambda o, m: train("", o, m))[0]
 
 
 def test_upstreams_names() -> None:

@@ -17,7 +17,7 @@ from torch_fake import FakeSession
 import bpsx.torch as bps
 from bpsx import _adapter
 from bpsx.errors import ConfigError
-from bpsx.torch.broadcast import StateError, _decode, _Encoder
+from bpsx.torch.encoding import Encoder, StateError, decode
 
 
 class Pair:
@@ -117,7 +117,7 @@ def same(a: Any, b: Any) -> bool:
 
 @given(VALUES)
 def test_values_come_back_as_they_were(value: Any) -> None:
-    assert same(_decode(json.loads(json.dumps(_Encoder().encode(value, "x"))), []), value)
+    assert same(decode(json.loads(json.dumps(Encoder().encode(value, "x"))), []), value)
 
 
 OPTIMIZERS: dict[str, Any] = {

@@ -15,6 +15,7 @@ from torch import nn
 
 import bpsx.torch as bps
 from bpsx._adapter import TensorView
+from bpsx.torch.exchange import KINDS
 
 #: (name, this worker's values) -> the sum of the others' values.
 Others = Callable[[str, np.ndarray], np.ndarray]
@@ -87,6 +88,8 @@ class FakeSession:
     def push_pull(self, name: str, source: TensorView, target: TensorView, *, average: bool, priority: int = 0, will_wait: bool = False,
                   result: object = None) -> Push:
         assert source.shape == target.shape and source.dtype == target.dtype
+        if name.startswith(KINDS):      # the others have gradients as this worker has them
+            return Push(self, name, source, target, result)
         self.pushes.append(Push(self, name, source, target, result, average, priority, will_wait))
         return self.pushes[-1]
 
@@ -99,10 +102,13 @@ class FakeSession:
             flat = memory(push.target).reshape(-1).view(np.uint8)
             if push.root == self.rank:
                 self.broadcasts[push.name] = flat.tobytes()
-            else:
-                flat[:] = np.frombuffer(self.broadcasts[push.name], np.uint8)
+                return
+            ours = push.name.removesuffix(str(push.root)) + str(self.rank)
+            flat[:] = np.frombuffer(self.broadcasts[push.name if push.name in self.broadcasts else ours], np.uint8)     # a gathering: they have ours
             return
         mine = memory(push.source)
+        if push.name.startswith(KINDS):
+            return
         wide = mine.astype(np.float64) if push.source.dtype in ("float16", "bfloat16") else mine
         rest = wide * (self.size - 1) if self.others is None else self.others(push.name, wide)
         total = wide + rest

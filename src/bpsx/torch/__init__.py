@@ -27,9 +27,12 @@ from bpsx.api import (  # noqa: E402
     size,
     suspend,
 )
+from bpsx.torch.batch_norm import SyncBatchNorm  # noqa: E402
 from bpsx.torch.broadcast import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
 from bpsx.torch.compression import Compression  # noqa: E402
 from bpsx.torch.exchange import GradientOrderError  # noqa: E402
+from bpsx.torch.gather import all_gather  # noqa: E402
+from bpsx.torch.objects import ObjectError, all_gather_object, broadcast_object  # noqa: E402
 from bpsx.torch.ops import (  # noqa: E402
     UnsupportedTensor,
     declare,
@@ -46,7 +49,8 @@ from bpsx.torch.optimizer import DistributedOptimizer  # noqa: E402
 byteps_push_pull = push_pull_async_inplace
 
 __all__ = [
-    "Compression", "DistributedOptimizer", "GradientOrderError", "UnsupportedTensor", "barrier", "broadcast_optimizer_state",
-    "broadcast_parameters", "byteps_push_pull", "declare", "get_pushpull_speed", "init", "join", "local_rank", "local_size", "poll", "push_pull",
-    "push_pull_async", "push_pull_async_inplace", "push_pull_inplace", "rank", "resume", "shutdown", "size", "suspend", "synchronize",
+    "Compression", "DistributedOptimizer", "GradientOrderError", "ObjectError", "SyncBatchNorm", "UnsupportedTensor", "all_gather",
+    "all_gather_object", "barrier", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "byteps_push_pull", "declare",
+    "get_pushpull_speed", "init", "join", "local_rank", "local_size", "poll", "push_pull", "push_pull_async", "push_pull_async_inplace",
+    "push_pull_inplace", "rank", "resume", "shutdown", "size", "suspend", "synchronize",
 ]

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from bpsx import _adapter
-from bpsx.dtypes import dtype_named
 from bpsx.torch.exchange import Exchange
-from bpsx.torch.ops import Handle, check_tensor, check_writable, dtype_name, is_plain, mark_written, plain_copy, submit, view_of
+from bpsx.torch.ops import Handle, check_tensor, check_writable, dtype_name, is_plain, mark_written, plain_copy, submit, summable, view_of
 
 PREFIX = "Async."
 
@@ -37,10 +36,10 @@ class AsyncExchange(Exchange):
                 what = f"parameter {managed.name!r}"
                 check_tensor(managed.parameter, what)
                 check_writable(managed.parameter, what)
-                dtype_named(dtype_name(managed.parameter), what)
+                summable(managed.parameter, what)
             _adapter.session().declare(PREFIX + managed.name)
 
-    def complete(self) -> None:
+    def complete(self, discard: bool = False) -> None:
         """Nothing: gradients are not exchanged."""
 
     def step(self, base: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:

@@ -12,11 +12,8 @@ from bpsx import _adapter
 from bpsx._adapter import TensorView
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError, ConfigError
+from bpsx.torch.encoding import Encoder, StateError, decode, empty_for
 from bpsx.torch.ops import Handle, check_tensor, check_writable, dtype_name, is_plain, mark_written, plain_copy, view_of
-
-
-class StateError(BpsxError, ValueError):
-    """An optimizer's state cannot be broadcast, or does not fit this worker's optimizer."""
 
 
 def broadcast_parameters(params: Any, root_rank: int, prefix: str = "Parameter.") -> None:
@@ -29,7 +26,7 @@ def broadcast_parameters(params: Any, root_rank: int, prefix: str = "Parameter."
     :class:`~bpsx.torch.UnsupportedTensor`, and what :func:`bpsx.torch.synchronize` raises.
     """
     pairs = _named_tensors(params)
-    _check_root(root_rank)
+    check_root(root_rank)
     if _adapter.session().size > 1:
         _broadcast_all(pairs, root_rank, prefix)
 
@@ -43,7 +40,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 
     Raises also what :func:`broadcast_parameters` raises.
     """
-    _check_root(root_rank)
+    check_root(root_rank)
     ours = _adapter.session()
     if ours.size == 1:
         return
@@ -54,10 +51,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
         except BpsxError as e:     # the others wait for an answer: they get this one
             problem = str(e)
     text = json.dumps({"error": problem} if packed is None else packed.structure).encode()
-    structure = json.loads(_broadcast_bytes(text, root_rank, prefix + "optimizer"))
+    structure = json.loads(broadcast_bytes(text, root_rank, prefix + "optimizer"))
     if structure.get("error"):
         raise StateError(structure["error"])
-    tensors = packed.tensors if packed is not None else [_empty(m) for m in structure["tensors"]]
+    tensors = packed.tensors if packed is not None else [empty_for(m) for m in structure["tensors"]]
     _broadcast_all([(f"optimizer.{m['name']}", t) for m, t in zip(structure["tensors"], tensors, strict=True)], root_rank, prefix)
     if ours.rank != root_rank:
         _unpack(optimizer, structure, tensors)
@@ -84,7 +81,7 @@ def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
     return list(pairs.items())
 
 
-def _check_root(root_rank: Any) -> None:
+def check_root(root_rank: Any) -> None:
     size = _adapter.session().size
     if not isinstance(root_rank, int) or not 0 <= root_rank < size:
         raise ConfigError(f"root_rank={root_rank!r}: allowed are 0 to {size - 1}")
@@ -117,14 +114,29 @@ def bytes_view(tensor: torch.Tensor) -> TensorView:
     return TensorView(tensor.data_ptr(), tensor.numel() * size, "uint8", (*tensor.shape, size), tensor)
 
 
-def _broadcast_bytes(text: bytes, root: int, name: str) -> bytes:
-    """The root's ``text``: its length first, so that the others know what to expect."""
+def capacity(length: int) -> int:
+    """``length`` rounded up to the next of about 1.25 to the power of n.
+
+    What a name means is never forgotten, so lengths that change must not be declared as they are: 90 steps reach 10^9.
+    """
+    step = 0
+    while step < length:
+        step += max(1, step // 4)
+    return step
+
+
+def broadcast_bytes(text: bytes, root: int, name: str) -> bytes:
+    """The root's ``text``, of any length, on all workers: its length first, so that the others know what to expect."""
+    is_root = _adapter.session().rank == root
     length = torch.tensor([len(text)], dtype=torch.int64)
     _broadcast_all([(".length", length)], root, name)
-    is_root = _adapter.session().rank == root
-    body = torch.frombuffer(bytearray(text), dtype=torch.uint8) if is_root else torch.zeros(int(length), dtype=torch.uint8)
-    _broadcast_all([(".structure", body)], root, name)
-    return bytes(body.numpy())
+    n = int(length)
+    body = torch.zeros(capacity(n), dtype=torch.uint8)
+    if is_root and n:
+        body[:n] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    if n:
+        _broadcast_all([(".structure", body)], root, name)
+    return bytes(body[:n].numpy())
 
 
 class _Packed(NamedTuple):
@@ -141,7 +153,7 @@ def _all_params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _pack(optimizer: torch.optim.Optimizer) -> _Packed:
     """Describe ``optimizer``; parameters are named by their place in the groups. Raises :class:`StateError`."""
     index = {p: i for i, p in enumerate(_all_params(optimizer))}
-    encoder = _Encoder()
+    encoder = Encoder()
     groups = [{k: encoder.encode(v, f"group {i}.{k}") for k, v in g.items() if k != "params"} for i, g in enumerate(optimizer.param_groups)]
     state = []
     for p, value in optimizer.state.items():
@@ -151,53 +163,6 @@ def _pack(optimizer: torch.optim.Optimizer) -> _Packed:
         state.append([index[p], encoder.encode(value, f"state {index[p]}")])
     sizes = [len(g["params"]) for g in optimizer.param_groups]
     return _Packed({"sizes": sizes, "groups": groups, "state": state, "tensors": encoder.described}, encoder.tensors)
-
-
-class _Encoder:
-    """Python values to JSON without losing their types; tensors are put aside."""
-
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.described: list[dict[str, Any]] = []
-
-    def encode(self, value: Any, where: str) -> Any:
-        """``value`` as JSON. ``where`` names it in errors and on the wire. Raises :class:`StateError`."""
-        if value is None or type(value) in (bool, int, float, str):
-            return value
-        if isinstance(value, torch.Tensor):
-            return {"tensor": self._put_aside(value, where)}
-        if isinstance(value, (tuple, list)):
-            return {"tuple" if isinstance(value, tuple) else "list": [self.encode(v, f"{where}.{i}") for i, v in enumerate(value)]}
-        if isinstance(value, dict):
-            return {"dict": [[self.encode(k, where), self.encode(v, f"{where}.{k}")] for k, v in value.items()]}
-        if isinstance(value, (int, float, str)):        # a NumPy float64, an IntEnum
-            return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
-        raise StateError(f"broadcast_optimizer_state: {where} is a {type(value).__name__}; "
-                         "allowed are tensors, None, bool, int, float, str, and tuples, lists, dicts of these")
-
-    def _put_aside(self, tensor: torch.Tensor, where: str) -> int:
-        check_tensor(tensor, f"broadcast_optimizer_state: {where}")
-        self.tensors.append(tensor)
-        self.described.append({"name": where, "dtype": dtype_name(tensor), "shape": list(tensor.shape)})
-        return len(self.tensors) - 1
-
-
-def _decode(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The reverse of :meth:`_Encoder.encode`."""
-    if not isinstance(value, dict):
-        return value
-    (kind, body), = value.items()
-    if kind == "tensor":
-        return tensors[body]
-    if kind == "dict":
-        return {_decode(k, tensors): _decode(v, tensors) for k, v in body}
-    items = [_decode(v, tensors) for v in body]
-    return tuple(items) if kind == "tuple" else items
-
-
-def _empty(described: dict[str, Any]) -> torch.Tensor:
-    """Memory for a tensor that the root has described."""
-    return torch.zeros(described["shape"], dtype=getattr(torch, described["dtype"]))
 
 
 def _unpack(optimizer: torch.optim.Optimizer, structure: dict[str, Any], tensors: list[torch.Tensor]) -> None:
@@ -210,7 +175,7 @@ def _unpack(optimizer: torch.optim.Optimizer, structure: dict[str, Any], tensors
     for group, root_group in zip(optimizer.param_groups, structure["groups"], strict=True):
         for key in [k for k in group if k != "params" and k not in root_group]:
             del group[key]
-        group.update({k: _decode(v, tensors) for k, v in root_group.items()})
+        group.update({k: decode(v, tensors) for k, v in root_group.items()})
     optimizer.state.clear()
     for i, value in structure["state"]:
-        optimizer.state[params[i]] = _decode(value, tensors)
+        optimizer.state[params[i]] = decode(value, tensors)

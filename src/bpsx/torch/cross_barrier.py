@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from bpsx.api import init, local_rank, local_size, rank, shutdown, size
 from bpsx.errors import ConfigError
 from bpsx.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from bpsx.torch.compression import Compression, Compressor
-from bpsx.torch.exchange import Exchange, GradientOrderError, _Managed, _Pushed
+from bpsx.torch.exchange import Exchange, GradientOrderError, Kind, Managed, _Pushed
 from bpsx.torch.ops import poll, push_pull_async_inplace, synchronize
 from bpsx.torch.optimizer import _DistributedOptimizer, check_optimizer, checked_passes, mix_in, names_of
 from bpsx.torch.serving import Serving, check_model
@@ -40,6 +40,7 @@ _OWN = {"param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimize
 def CrossBarrier(  # noqa: N802  (BytePS's name)
     model: nn.Module, optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, num_steps: int = 10**6,
+    sparse_as_dense: bool = False,
 ) -> torch.optim.Optimizer:
     """As :func:`bpsx.torch.DistributedOptimizer`, but ``step()`` waits for nothing: each module of ``model`` waits for its own averages in
     its next forward pass, and is updated then. The first layers' gradients, which are made last, travel first and hide behind the forward
@@ -60,8 +61,9 @@ def CrossBarrier(  # noqa: N802  (BytePS's name)
     not is told by :class:`~bpsx.torch.GradientOrderError` in ``backward()``. A step that cannot be put off is taken at once: within
     ``skip_synchronize()``, with step hooks, with a gradient scaler that is fused into it.
 
-    ``model`` may be copied while nothing is pending (the copy is an ordinary model), the optimizer not at all. The other arguments and methods are
-    those of :func:`~bpsx.torch.DistributedOptimizer`; ``synchronize()`` right after ``step()`` applies what is pending and pushes nothing.
+    ``model`` may be copied while nothing is pending; copies of both are ordinary ones. With sparse gradients every step is taken at once, unless
+    ``sparse_as_dense``. The other arguments and methods are those of :func:`~bpsx.torch.DistributedOptimizer`; ``synchronize()`` right
+    after ``step()`` applies what is pending and pushes nothing.
 
     Raises what :func:`~bpsx.torch.DistributedOptimizer` raises, and :class:`~bpsx.errors.ConfigError` for optimizers that look across
     parameters, compiled and scripted modules, and asynchronous training. Whatever makes a push fail is raised by the forward pass, or what else comes
@@ -76,7 +78,7 @@ def CrossBarrier(  # noqa: N802  (BytePS's name)
     config = _adapter.session().config
     if config.asynchronous:
         raise ConfigError("CrossBarrier: BYTEPS_ENABLE_ASYNC=1 has no barrier to cross: use DistributedOptimizer")
-    barrier = _Barrier(names, compression, checked_passes(backward_passes_per_step), config.distributed, num_steps)
+    barrier = _Barrier(names, compression, checked_passes(backward_passes_per_step), config.distributed, num_steps, sparse_as_dense)
     mixed = cast("_CrossBarrier", mix_in(_CrossBarrier, optimizer, barrier))
     mixed._barrier = barrier
     barrier.serve(model, mixed)
@@ -99,15 +101,15 @@ def _check_alone(optimizer: torch.optim.Optimizer) -> None:
 class _Barrier(Exchange):
     """The exchange of gradients, and the updates that wait for it."""
 
-    def __init__(self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor], passes: int, active: bool, steps: int) -> None:
-        self._pending: dict[int, tuple[_Managed, _Pushed]] = {}     # by id of parameter: stepped, not updated
+    def __init__(self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor], passes: int, active: bool, steps: int,
+                 sparse_as_dense: bool) -> None:
+        self._pending: dict[int, tuple[Managed, _Pushed]] = {}     # by id of parameter: stepped, not updated
         self._options: list[dict[str, Any]] = []                    # of each group, when step() was called
         self._changed: list[dict[str, Any]] = []                    # what the update has made of them
         self._held: _CrossBarrier | None = None                     # while something is pending, model and hooks keep the optimizer alive
         self._steps_left = steps
         self.idle = False               # no forward pass that could lead to gradients since step()
-        self.looked = False             # gradients have been waited for because somebody looked at the parameters
-        super().__init__(names, compression, passes, active)
+        super().__init__(names, compression, passes, active, sparse_as_dense)
 
     def serve(self, model: nn.Module, optimizer: _CrossBarrier) -> None:
         self._serving = Serving(model, [m.parameter for m in self._managed], self)
@@ -133,7 +135,7 @@ class _Barrier(Exchange):
         if self.idle and torch.is_grad_enabled():
             self.idle = False
 
-    def accumulated(self, managed: _Managed) -> None:
+    def accumulated(self, managed: Managed) -> None:
         if id(managed.parameter) in self._pending:
             raise GradientOrderError(
                 f"{managed.name!r} was used in a forward pass before its update: CrossBarrier updates a module's parameters when the module is "
@@ -153,17 +155,23 @@ class _Barrier(Exchange):
                  ours.get("_optimizer_step_post_hooks"))
         return self.active and not (last or any(hooks) or "grad_scale" in ours or "found_inf" in ours)
 
-    def defer(self, optimizer: _CrossBarrier) -> None:
-        """Push what is missing and note what to do when it has come home. Raises the first failure, after the last push has ended."""
+    def defer(self, optimizer: _CrossBarrier) -> bool:
+        """Push what is missing and note what to do when it has come home. False, and nothing done, if gradients travel sparse, in two parts.
+
+        Raises the first failure, after the last push has ended.
+        """
         self.attach()
+        failures: list[Exception | None] = [*self._agree()]
         ours = [m for m in self._managed if m.parameter.requires_grad]
-        failures = [self._try(self._push, m) for m in ours if m.pushed is None]
+        if not failures and any(m.kind is Kind.SPARSE for m in ours):
+            return False
+        failures += [self._try(self._push, m) for m in ours if m.pushed is None]
         self.restart_count()
         if any(failures):
             failures += [self._try(self._receive, m) for m in ours if m.pushed is not None]
             raise next(f for f in failures if f is not None)
         for managed in ours:
-            assert managed.pushed is not None
+            assert isinstance(managed.pushed, _Pushed)
             self._pending[id(managed.parameter)] = managed, managed.pushed
             managed.pushed = None
         groups = vars(optimizer)["param_groups"]
@@ -172,6 +180,7 @@ class _Barrier(Exchange):
         self._held = optimizer
         self._serving.watch_no_more()
         self.apply(self._serving.unserved)
+        return True
 
     # ---- making up for it
 
@@ -205,8 +214,8 @@ class _Barrier(Exchange):
         if not self._pending:
             self._held = None
 
-    def _receive_all(self, pending: list[tuple[_Managed, _Pushed]]) -> list[Exception | None]:
-        def receive(managed: _Managed) -> None:
+    def _receive_all(self, pending: list[tuple[Managed, _Pushed]]) -> list[Exception | None]:
+        def receive(managed: Managed) -> None:
             self._receive(managed)
 
         failures = []
@@ -319,28 +328,22 @@ class _CrossBarrier(_DistributedOptimizer):
     def _look(self) -> None:
         """Somebody gets at the parameters: gradients that have left are waited for too, as whoever unscales or clips them expects."""
         self._apply_pending()
-        barrier = self._barrier
-        if barrier.under_way:
-            barrier.complete()
-            barrier.looked = True
+        self._barrier.look()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluate ``closure`` once, if given, and return its result. The update is made in the next forward pass."""
         barrier = self._barrier
-        at_once = not barrier.can_defer(self) or not self._should_synchronize or barrier.synchronized
+        at_once = not barrier.can_defer(self) or not self._should_synchronize
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         barrier.apply_all()
         barrier.idle = True
-        if at_once or barrier.looked:
-            looked, barrier.looked = barrier.looked and barrier.synchronized, False
-            with self.skip_synchronize() if looked else contextlib.nullcontext():
-                result = super().step()
-            return result if closure is None else loss
-        barrier.defer(self)
-        return loss
+        if not (at_once or barrier.synchronized) and barrier.defer(self):
+            return loss
+        result = super().step()
+        return result if closure is None else loss
 
     def synchronize(self) -> None:
         """Right after ``step()``: apply what is pending. Otherwise as with DistributedOptimizer: push what has not been pushed, and wait
@@ -352,13 +355,12 @@ class _CrossBarrier(_DistributedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the base class; gradients of a step that is pending still count."""
         barrier = self._barrier
-        barrier.looked = False
         if barrier.under_way:
             barrier.apply_all()
         if not barrier.pending:
             super().zero_grad(set_to_none)
             return
-        barrier.synchronized = False
+        barrier.synchronized = barrier.implicit = False
         barrier.restart_count()
         for group in _plain(vars(self)["param_groups"]):
             for parameter in group["params"]:
@@ -380,8 +382,5 @@ class _CrossBarrier(_DistributedOptimizer):
         """As DistributedOptimizer; the new parameters are updated in ``step()`` itself."""
         super().add_param_group(param_group)
         self._barrier.know_more()
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise ConfigError("CrossBarrier: the optimizer cannot be copied or pickled; take its state_dict()")
 
     step.hooked = True  # type: ignore[attr-defined]

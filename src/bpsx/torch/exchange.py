@@ -5,56 +5,81 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 
 from bpsx import _adapter
-from bpsx.dtypes import dtype_named
-from bpsx.errors import BpsxError
+from bpsx.errors import BpsxError, MismatchError
 from bpsx.torch.compression import Compressor, NoneCompressor
-from bpsx.torch.ops import Handle, check_tensor, check_writable, dtype_name, submit
+from bpsx.torch.ops import Handle, check_tensor, check_writable, mark_written, submit, summable
+from bpsx.torch.sparse import DENSE, SparseSum, check_sparse, empty_like
 
 PREFIX = "Gradient."
+#: Under this, with the first parameter's name, the workers agree on which gradients are sparse.
+KINDS = "Kinds of gradients from "
 
 
 class GradientOrderError(BpsxError, RuntimeError):
     """backward(), synchronize() and step() were called in an order in which gradients would be used or changed while under way."""
 
 
+class Kind(Enum):
+    """How a parameter's gradient travels, on all workers."""
+
+    DENSE = "dense"
+    SPARSE = "sparse"
+
+
 @dataclass
 class _Pushed:
-    """A gradient under way: ``gradient`` is what the average goes into, ``ctx`` the compressor's."""
+    """A gradient under way: ``gradient`` is what the average goes into, ``ctx`` the compressor's, ``version`` the gradient's when it left."""
 
     gradient: torch.Tensor
     handle: Handle
     ctx: Any
+    version: int | None
 
 
-class _Managed:
+class Managed:
     """A parameter: its name on the wire, its urgency, the backward passes left until it is pushed, and the push."""
 
     def __init__(self, name: str, parameter: torch.Tensor, priority: int, passes: int) -> None:
         self.name, self.parameter, self.priority, self.passes_left = name, parameter, priority, passes
         self.hook: Any = None
-        self.pushed: _Pushed | None = None
+        self.pushed: _Pushed | SparseSum | None = None
+        self.kind: Kind | None = None       # None: the workers have not agreed yet
+        self.sparse_dim = 1
+        self.deferred = False               # a sparse gradient that is complete, and waits for that
+        self.averaged: tuple[torch.Tensor, int | None] | None = None    # what an implicit wait has left in grad, and its version
+
+    def is_sparse(self) -> bool:
+        """Whether the gradient is sparse as it stands."""
+        return self.parameter.grad is not None and self.parameter.grad.layout == torch.sparse_coo
 
 
 class Exchange:
     """Moves the gradients of one optimizer. The hooks that it hangs on parameters do not keep it alive.
 
     ``active``: whether there is anybody to exchange with; followed through ``suspend`` and ``resume`` at every step.
+
+    Whether a gradient is sparse is known to a worker that has one, and a worker that has none must send what the others do. So until every parameter
+    has had a gradient somewhere, :meth:`complete` begins with a small sum of who has which kind. ``sparse_as_dense``: nothing travels sparse.
     """
 
     asynchronous = False
 
     def __init__(
         self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor] | None, passes: int, active: bool,
+        sparse_as_dense: bool = False,
     ) -> None:
         self.active = active
         self.synchronized = False       # every grad holds the average, and backward has added nothing since
-        self._compression, self._passes = compression or NoneCompressor, passes
-        self._managed: list[_Managed] = []
+        self.implicit = False           # ... because somebody has looked, not because synchronize() was called
+        self._compression, self._passes, self._as_dense = compression or NoneCompressor, passes, sparse_as_dense
+        self._managed: list[Managed] = []
+        self._session: object = None    # in which job the kinds were agreed
         self.add(names, attach=False)
 
     def add(self, names: list[tuple[str, torch.Tensor]], attach: bool = True) -> None:
@@ -62,7 +87,8 @@ class Exchange:
         known = {id(m.parameter) for m in self._managed}
         for name, parameter in names:
             if id(parameter) not in known:
-                self._managed.append(_Managed(name, parameter, -len(self._managed), self._passes))
+                known.add(id(parameter))
+                self._managed.append(Managed(name, parameter, -len(self._managed), self._passes))
                 if self.active:
                     self._declare(name, parameter)
         if attach:
@@ -72,13 +98,18 @@ class Exchange:
         if parameter.requires_grad:
             what = f"parameter {name!r}"
             check_tensor(parameter, what)
-            dtype_named(dtype_name(parameter), what)
+            summable(parameter, what)
         _adapter.session().declare(PREFIX + name)
 
     @property
     def under_way(self) -> bool:
-        """Whether a gradient has been pushed and not been waited for."""
-        return any(m.pushed is not None for m in self._managed)
+        """Whether a gradient has been pushed, or was due to be, and has not been waited for."""
+        return any(m.pushed is not None or m.deferred for m in self._managed)
+
+    @property
+    def settled(self) -> bool:
+        """Whether every grad still is the average that an implicit wait has left there."""
+        return self.implicit and self.synchronized and all(m.averaged is None or m.parameter.grad is m.averaged[0] for m in self._managed)
 
     def attach(self) -> None:
         """Hang hooks on parameters that require a gradient and have none yet (PyTorch allows no hook on a frozen one)."""
@@ -106,65 +137,172 @@ class Exchange:
         for managed in self._managed:
             managed.passes_left = self._passes
 
-    def accumulated(self, managed: _Managed) -> None:
+    def accumulated(self, managed: Managed) -> None:
         """Backward has added to a gradient. Raises :class:`GradientOrderError`."""
-        if managed.pushed is not None:
+        if managed.pushed is not None or managed.deferred:
             raise GradientOrderError(
                 f"the gradient of {managed.name!r} was computed more than backward_passes_per_step={self._passes} times before step(): "
                 "raise backward_passes_per_step to add passes up, or call the optimizer's zero_grad() to throw the earlier gradients away")
-        self.synchronized = False
+        if self.implicit:
+            self._check_not_added(managed)
+        self._follow_job()
+        self.synchronized = self.implicit = False
         managed.passes_left -= 1
         if managed.passes_left == 0:
-            self._push(managed)
+            managed.deferred = managed.is_sparse() and managed.kind is None and not self._as_dense
+            if not managed.deferred:
+                self._push(managed)
 
-    def complete(self) -> None:
-        """Push what is missing, wait for everything. Raises the first failure, after the last push has ended."""
+    def look(self) -> None:
+        """Somebody is about to look at gradients: wait for them, so that what is seen is averages. Raises as :meth:`complete`."""
+        if self.under_way:
+            self.complete()
+            self.implicit = True
+            for managed in self._managed:
+                gradient = managed.parameter.grad
+                managed.averaged = None if gradient is None else (gradient, _version(gradient))
+
+    def complete(self, discard: bool = False) -> None:
+        """Push what is missing, wait for everything. Raises the first failure, after the last push has ended.
+
+        ``discard``: the gradients are going to be thrown away, so it does not matter what has been written to them meanwhile.
+        """
         self.active = _adapter.session().config.distributed     # resume() may have changed it
         if not self.active and not self.under_way:
             return
         self.attach()
-        failures = [self._try(self._push, m) for m in self._managed if m.parameter.requires_grad and m.pushed is None]
-        failures += [self._try(self._receive, m) for m in self._managed if m.pushed is not None]
+        failures = self._agree()
+        ours = [m for m in self._managed if m.parameter.requires_grad and m.pushed is None]
+        failures += [f for m in ours if (f := self._try(self._push, m)) is not None]
+        for managed in self._managed:
+            if isinstance(managed.pushed, SparseSum):
+                managed.pushed.advance()
+        receive = self._discard if discard else self._receive
+        failures += [f for m in self._managed if m.pushed is not None and (f := self._try(receive, m)) is not None]
         self.restart_count()
-        for failure in failures:
-            if failure is not None:
-                raise failure
+        self.implicit = False
+        if failures:
+            raise failures[0]
         self.synchronized = True
 
     @staticmethod
-    def _try(act: Callable[[_Managed], None], managed: _Managed) -> Exception | None:
+    def _try(act: Callable[[Managed], None], managed: Managed) -> Exception | None:
         try:
             act(managed)
         except Exception as e:
             return e
         return None
 
-    def _push(self, managed: _Managed) -> None:
+    def _follow_job(self) -> None:
+        """In a job resumed with other workers nobody knows what had been agreed in the one before."""
+        session = _adapter.session()
+        if session is not self._session:
+            self._session = session
+            for managed in self._managed:
+                managed.kind = Kind.DENSE if self._as_dense else None
+
+    def _agree(self) -> list[Exception]:
+        """Find out whether gradients travel sparse, where that is not known yet. Returns what has gone wrong; all workers push all the same."""
+        self._follow_job()
+        unknown = [m for m in self._managed if m.kind is None and m.parameter.requires_grad]
+        if not unknown:
+            return []
+        told = torch.zeros(3, len(unknown), dtype=torch.int32)      # workers with a dense one, with a sparse one, the latter's dimensions
+        for i, m in enumerate(unknown):
+            if m.pushed is None and m.is_sparse():
+                assert m.parameter.grad is not None
+                told[1:, i] = torch.tensor([1, m.parameter.grad.sparse_dim()], dtype=torch.int32)
+            elif m.pushed is not None or m.parameter.grad is not None:
+                told[0, i] = 1
+        try:
+            submit(told, told, f"{KINDS}{unknown[0].name}", average=False, priority=1).wait()
+        except Exception as e:
+            for m in unknown:       # what is there must go out nevertheless: others may wait for it
+                m.deferred = False
+            return [e]
+        found: list[Exception] = []
+        for m, (dense, sparse, dims) in zip(unknown, told.t().tolist(), strict=True):
+            m.deferred = False
+            if sparse and dense:    # everybody completes it as a dense one, and then everybody hears of it
+                found.append(MismatchError(f"the gradient of {m.name!r} is sparse on {sparse} workers and dense on {dense}: it must be one or the "
+                                           "other on all of them; sparse_as_dense=True sends it dense"))
+            elif sparse or dense:
+                m.kind, m.sparse_dim = (Kind.SPARSE, dims // sparse) if sparse else (Kind.DENSE, 1)
+        return found
+
+    def _push(self, managed: Managed) -> None:
+        if managed.kind is Kind.SPARSE:
+            self._push_sparse(managed)
+            return
         parameter = managed.parameter
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        elif managed.is_sparse():
+            parameter.grad = parameter.grad.detach().to_dense()
         gradient = parameter.grad
+        assert gradient is not None
         what = f"gradient of {managed.name!r}"
         check_tensor(gradient, what)
         check_writable(gradient, what)
         plain = gradient.detach()
         wire, ctx = self._compression.compress(plain)
         handle = submit(wire, wire, PREFIX + managed.name, average=True, priority=managed.priority)
-        managed.pushed = _Pushed(gradient, handle, ctx)
+        managed.pushed = _Pushed(gradient, handle, ctx, _version(gradient))
 
-    def _receive(self, managed: _Managed) -> None:
+    def _push_sparse(self, managed: Managed) -> None:
+        gradient, what = managed.parameter.grad, f"gradient of {managed.name!r}"
+        given = empty_like(managed.parameter, managed.sparse_dim)
+        kind = {}
+        if gradient is not None and managed.is_sparse():
+            check_sparse(gradient, what)
+            given = gradient
+        elif gradient is not None:      # the others have to hear of it
+            kind["kind"] = DENSE
+        managed.pushed = SparseSum(given, True, f"{PREFIX}{managed.name}.sparse", self._compression, **kind)
+
+    def _discard(self, managed: Managed) -> None:
+        pushed, managed.pushed = managed.pushed, None
+        assert pushed is not None
+        (pushed if isinstance(pushed, SparseSum) else pushed.handle).wait()
+
+    def _receive(self, managed: Managed) -> None:
         """Wait for a push and put the average where the optimizer looks for it, even if ``grad`` was replaced meanwhile."""
         pushed, managed.pushed = managed.pushed, None
         assert pushed is not None
+        if isinstance(pushed, SparseSum):
+            managed.parameter.grad = pushed.wait()
+            return
+        written = pushed.version is not None and _version(pushed.gradient) not in (None, pushed.version)
         received = pushed.handle.wait()
         if pushed.ctx is not None or received.data_ptr() != pushed.gradient.data_ptr():
             with torch.no_grad():
                 pushed.gradient.detach().copy_(self._compression.decompress(received, pushed.ctx))
+        else:
+            mark_written(pushed.gradient)
         if managed.parameter.grad is not pushed.gradient:
             managed.parameter.grad = pushed.gradient
+        if written:
+            raise GradientOrderError(
+                f"the gradient of {managed.name!r} was written to while it was under way, so what the workers have summed is not what backward "
+                "computed: call the optimizer's synchronize() first, then change gradients, then step() inside skip_synchronize()")
+
+    def _check_not_added(self, managed: Managed) -> None:
+        """After an implicit wait the next gradients must be a new step's, not more of this one's: those the others would not have."""
+        gradient, averaged = managed.parameter.grad, managed.averaged
+        if averaged is not None and gradient is averaged[0] and averaged[1] is not None and _version(gradient) == averaged[1] + 1:
+            raise GradientOrderError(
+                f"the gradient of {managed.name!r} was computed after the optimizer's param_groups had been read, which waits for gradients under "
+                "way: read them before the first or after the last backward() of a step, or call zero_grad() to begin anew")
 
 
-def _hook_for(exchange: weakref.ref[Exchange], managed: _Managed) -> Callable[[torch.Tensor], None]:
+def _version(tensor: torch.Tensor) -> int | None:
+    """How often ``tensor`` has been written to; None where that does not tell, as others may live in the same memory."""
+    if tensor.layout != torch.strided or tensor.is_inference():
+        return None
+    return tensor._version if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() else None
+
+
+def _hook_for(exchange: weakref.ref[Exchange], managed: Managed) -> Callable[[torch.Tensor], None]:
     def hook(_: torch.Tensor) -> None:
         alive = exchange()
         if alive is not None:

@@ -1,17 +1,25 @@
 """What all workers hold, on every worker: one broadcast per worker, all under way at once.
 
-Each worker's bytes leave it once and come home on every worker once, which is the least that can be.
+Each worker's bytes leave it once and come home on every worker once, which is the least that can be. Where the number of rows differs, the numbers
+travel first; then rows, filled up to a capacity, so that a name gets to mean few shapes and not one for every number of rows.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from bpsx import _adapter
-from bpsx.torch.broadcast import bytes_view
-from bpsx.torch.ops import Handle, is_plain, mark_written
+from bpsx.errors import ConfigError, MismatchError
+from bpsx.torch.broadcast import bytes_view, capacity
+from bpsx.torch.ops import Handle, UnsupportedTensor, check_tensor, dtype_name, is_plain, mark_written, outside_graphs, push_pull
+
+#: Bytes of what workers tell each other about their rows: their number, and a description that has to be the same.
+_HEADER, _COUNT = 192, 8
 
 
 class Gathering:
@@ -50,3 +58,119 @@ def all_gather_async(outputs: Sequence[torch.Tensor], mine: torch.Tensor, name: 
     for output in outputs:
         mark_written(output)
     return Gathering(handles, outputs, stages)
+
+
+class RowGathering:
+    """An all_gather of rows under way. Two exchanges, one after the other: :meth:`advance` begins the second.
+
+    ``tensors``: dense CPU tensors that have, on one worker, the same length of dimension 0; otherwise, workers must agree on shapes and dtypes.
+    ``kind``: text that has to be the same on all workers as well. Raises :class:`~bpsx.torch.UnsupportedTensor`.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], name: str, kind: str = "") -> None:
+        self._name = name
+        self._mine = [t.detach() for t in tensors]
+        for tensor in self._mine:
+            check_tensor(tensor, f"all_gather of {name!r}")
+        trailing = ", ".join(f"{dtype_name(t)} rows of shape {tuple(t.shape[1:])}" for t in self._mine)
+        header = _header(len(self._mine[0]), f"{kind} {trailing}".strip())
+        size = _adapter.session().size
+        self._headers = all_gather_async([torch.empty(_HEADER, dtype=torch.uint8) for _ in range(size)], header, f"{name}.counts")
+        self._counts: list[int] = []
+        self._failure: Exception | None = None
+        self._stages: list[list[torch.Tensor]] = []     # by tensor, by worker
+        self._handles: list[Handle] = []
+
+    def done(self) -> bool:
+        """Whether everything has ended, well or not. Does not block; begins nothing."""
+        return self._failure is not None or bool(self._counts) and all(h.done() for h in self._handles)
+
+    def advance(self) -> None:
+        """Wait for the numbers of rows and begin to move the rows. Does not raise: :meth:`wait` does."""
+        if self._counts or self._failure is not None:
+            return
+        try:
+            self._counts = self._agreed([_read(h) for h in self._headers.wait()])
+            for i, mine in enumerate(self._mine):
+                self._stages.append([self._begin(mine, f"{self._name}.{i}.{root}", root) for root in range(len(self._counts))])
+        except Exception as e:
+            self._failure = e
+
+    def wait(self) -> list[list[torch.Tensor]]:
+        """For each tensor, the workers' rows by rank. Raises :class:`~bpsx.errors.MismatchError`, on all workers, if they differ otherwise."""
+        self.advance()
+        if self._failure is not None:
+            raise self._failure
+        for handle in self._handles:
+            handle.wait()
+        return [[stage[:n] for stage, n in zip(stages, self._counts, strict=True)] for stages in self._stages]
+
+    def _agreed(self, told: list[tuple[int, str]]) -> list[int]:
+        for rank, (_, kind) in enumerate(told):
+            if kind != told[0][1]:
+                raise MismatchError(f"{self._name!r}: worker 0 gives {told[0][1]}, worker {rank} {kind}; only the number of rows may differ")
+        return [n for n, _ in told]
+
+    def _begin(self, mine: torch.Tensor, name: str, root: int) -> torch.Tensor:
+        n = self._counts[root]
+        stage = torch.empty((capacity(n), *mine.shape[1:]), dtype=mine.dtype)
+        ours = _adapter.session()
+        if root == ours.rank:
+            with torch.no_grad():
+                stage[:n].copy_(mine)
+                stage[n:].zero_()       # what lies in new memory is nobody's business
+        if n:
+            self._handles.append(ours.broadcast(name, bytes_view(stage), root))
+        return stage
+
+
+def _header(count: int, kind: str) -> torch.Tensor:
+    text = kind.encode()
+    if len(text) > _HEADER - _COUNT:
+        text = text[:100] + b"... " + hashlib.sha256(text).hexdigest().encode()
+    return torch.frombuffer(bytearray(count.to_bytes(_COUNT, "little") + text.ljust(_HEADER - _COUNT, b"\0")), dtype=torch.uint8)
+
+
+def _read(header: torch.Tensor) -> tuple[int, str]:
+    raw = header.numpy().tobytes()
+    return int.from_bytes(raw[:_COUNT], "little"), raw[_COUNT:].rstrip(b"\0").decode(errors="replace")
+
+
+class _AllGather(torch.autograd.Function):  # type: ignore[misc]
+    """See :func:`all_gather`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """All workers' rows."""
+        parts, = RowGathering([tensor], name).wait()
+        begins = [0, *itertools.accumulate(len(p) for p in parts)]
+        rank = _adapter.session().rank
+        ctx.name, ctx.mine = name, slice(begins[rank], begins[rank + 1])
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Sum over workers, of which this worker's rows are its own."""
+        padding = gradient.new_zeros((capacity(len(gradient)) - len(gradient), *gradient.shape[1:]))
+        return push_pull(torch.cat([gradient, padding]), average=False, name=f"{ctx.name}.grad")[ctx.mine], None
+
+
+@outside_graphs
+def all_gather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
+    """The rows of all workers' ``tensor``, in the order of their ranks, as a new tensor on every worker.
+
+    ``tensor``: dense, on the CPU, of any dtype, of one dimension or more. Workers may have different numbers of rows (lengths of dimension 0), also
+    none, and must agree on the rest and on ``name``; without a name, calls for one shape of row and dtype are matched in the order in which each
+    worker makes them. Differentiable (floating point): backward sums the gradients of all workers, as every worker's loss counts, and keeps the own
+    rows; all workers or none have to go through it.
+
+    Raises :class:`~bpsx.errors.MismatchError` on all workers if rows differ in shape or dtype, :class:`UnsupportedTensor`,
+    :class:`~bpsx.errors.ConfigError`, and what :func:`bpsx.torch.synchronize` raises.
+    """
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"all_gather: name must be a string, not {type(name).__name__}")
+    check_tensor(tensor, f"all_gather of {name!r}" if name else "all_gather")
+    if tensor.dim() == 0:
+        raise UnsupportedTensor("all_gather: a tensor with at least one dimension is needed; give tensor.reshape(1)")
+    result: torch.Tensor = _AllGather.apply(tensor, name or f"all_gather.noname.{dtype_name(tensor)}.{tuple(tensor.shape[1:])}")
+    return result

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from bpsx import _adapter
 from bpsx._adapter import TensorView
-from bpsx.dtypes import BY_NAME, dtype_named
+from bpsx.dtypes import BY_NAME, UnsupportedDType
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.torch.compression import Compression, Compressor
 
 _ALLOWED = f"allowed are dense CPU tensors of {', '.join(BY_NAME)}"
+#: What to send instead of a dtype that cannot be summed.
+_INSTEAD = {
+    "bool": "send tensor.to(torch.uint8), whose sum counts the workers with True",
+    **dict.fromkeys(("complex32", "complex64", "complex128"), "send torch.view_as_real(tensor), which shares its memory"),
+}
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def outside_graphs(verb: Callable[_P, _T]) -> Callable[_P, _T]:
+    """``verb``, which ``torch.compile`` does not look into: compiled code is left for the call and gone on with after it."""
+    # The lazy form, if there is one: torch.compiler.disable() would load the compiler, seconds of it, for everybody.
+    out_of_it = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
+    disabled: Callable[_P, _T] = out_of_it(verb)
+
+    @functools.wraps(verb)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return disabled(*args, **kwargs) if torch.compiler.is_compiling() else verb(*args, **kwargs)
+
+    return call
 
 
 class UnsupportedTensor(BpsxError, TypeError):
@@ -63,6 +85,11 @@ def check_tensor(tensor: Any, what: str) -> None:
     if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
         kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         raise UnsupportedTensor(f"{what}: {kind} tensors cannot be sent; {_ALLOWED}")
+    check_device(tensor, what)
+
+
+def check_device(tensor: torch.Tensor, what: str) -> None:
+    """Raise :class:`UnsupportedTensor` unless ``tensor`` is on the CPU."""
     if tensor.device.type != "cpu":
         raise UnsupportedTensor(f"{what}: tensors on {tensor.device} cannot be sent; {_ALLOWED}")
 
@@ -101,6 +128,15 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def summable(tensor: torch.Tensor, what: str) -> str:
+    """The name of ``tensor``'s dtype. Raises :class:`~bpsx.dtypes.UnsupportedDType`, which says what to do instead, if it is not summed."""
+    name = dtype_name(tensor)
+    if name not in BY_NAME:
+        instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise UnsupportedDType(f"{what}: dtype {name} cannot be summed; allowed: {', '.join(BY_NAME)}{instead}")
+    return name
+
+
 def view_of(tensor: torch.Tensor, dtype: str) -> TensorView:
     """A plain tensor as bpsx sees it."""
     return TensorView(tensor.data_ptr(), tensor.numel() * tensor.element_size(), dtype, tuple(tensor.shape), tensor)
@@ -113,8 +149,8 @@ def submit(
 
     Raises :class:`~bpsx.dtypes.UnsupportedDType`, :class:`~bpsx.errors.NotInitializedError`.
     """
-    dtype = dtype_named(dtype_name(source), f"push_pull of {name!r}" if name else "push_pull").name
-    known = name or f"push_pull.noname.{dtype}.{tuple(source.shape)}"
+    dtype = summable(source, f"push_pull of {name!r}" if name else "push_pull")
+    known = name or _noname(source)
     stage_in = plain_copy(source)
     staged = not is_plain(output)
     if staged:
@@ -126,14 +162,22 @@ def submit(
     return StagedHandle(handle, stage_out, output) if staged else handle
 
 
+def _noname(tensor: torch.Tensor) -> str:
+    return f"push_pull.noname.{dtype_name(tensor)}.{tuple(tensor.shape)}"
+
+
 def _checked(tensor: Any, name: str | None, version: int) -> str:
+    _check_arguments(name, version)
+    what = f"push_pull of {name!r}" if name else "push_pull"
+    check_tensor(tensor, what)
+    return what
+
+
+def _check_arguments(name: Any, version: Any) -> None:
     if name is not None and not isinstance(name, str):
         raise ConfigError(f"push_pull: name must be a string, not {type(name).__name__}")
     if not isinstance(version, int):
         raise ConfigError(f"push_pull: version must be an integer, not {type(version).__name__}")
-    what = f"push_pull of {name!r}" if name else "push_pull"
-    check_tensor(tensor, what)
-    return what
 
 
 def _begin(tensor: torch.Tensor, average: bool, name: str | None, version: int, priority: int, inplace: bool, will_wait: bool) -> Handle:
@@ -147,6 +191,7 @@ def _begin(tensor: torch.Tensor, average: bool, name: str | None, version: int, 
     return handle
 
 
+@outside_graphs
 def push_pull_async(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0) -> Handle:
     """Begin to sum ``tensor`` over all workers into a new tensor of its shape and dtype; :func:`synchronize` returns that. In asynchronous
     training: add it to the servers' value of ``name``, and get that (see ``docs/async.md``).
@@ -162,6 +207,7 @@ def push_pull_async(tensor: torch.Tensor, average: bool = True, name: str | None
     return _begin(tensor, average, name, version, priority, inplace=False, will_wait=False)
 
 
+@outside_graphs
 def push_pull_async_inplace(
     tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
 ) -> Handle:
@@ -172,21 +218,69 @@ def push_pull_async_inplace(
     return _begin(tensor, average, name, version, priority, inplace=True, will_wait=False)
 
 
+class _Options(NamedTuple):
+    """What push_pull was asked for, as its derivative needs it."""
+
+    average: bool
+    name: str
+    priority: int
+    compression: type[Compressor]
+
+
+class _PushPull(torch.autograd.Function):  # type: ignore[misc]
+    """The sum or average over workers; see :func:`push_pull` for what its derivative is."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, options: _Options) -> torch.Tensor:
+        """Sum or average."""
+        ctx.options = options
+        return _summed(tensor, options)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The same of the gradient, under a name of its own; differentiable again."""
+        return _differentiable(gradient, ctx.options._replace(name=f"{ctx.options.name}.grad")), None
+
+
+def _differentiable(tensor: torch.Tensor, options: _Options) -> torch.Tensor:
+    if tensor.requires_grad and torch.is_grad_enabled() and not _adapter.session().config.asynchronous:
+        result: torch.Tensor = _PushPull.apply(tensor, options)
+        return result
+    return _summed(tensor, options)
+
+
+def _summed(tensor: torch.Tensor, options: _Options) -> torch.Tensor:
+    given = tensor.detach()
+    wire, ctx = options.compression.compress(given)
+    handle = _begin(wire, options.average, options.name, 0, options.priority, inplace=wire is not given, will_wait=True)
+    return options.compression.decompress(handle.wait(), ctx)
+
+
+@outside_graphs
 def push_pull(
     tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
     compression: type[Compressor] = Compression.none,
 ) -> torch.Tensor:
     """The sum or average of ``tensor`` over all workers, as a new tensor of its shape and dtype. ``compression`` is for the wire only.
 
-    Not differentiable: the result does not require a gradient. Raises as :func:`push_pull_async` and :func:`synchronize`.
+    Differentiable, any number of times. Every worker's loss counts: with y = c * sum over s of x_s, where c is 1 for a sum and 1 / ``size()``
+    for an average, the gradient of worker s is that of the losses' total, d(sum over r of L_r) / d x_s = c * sum over r of d L_r / d y_r.
+    So backward is a push_pull of the gradients with the same ``average``, under the name ``name + ".grad"``, and all workers or none have to
+    go through it. In asynchronous training there is no derivative: the result does not require a gradient.
+
+    A ``torch.sparse_coo`` tensor gives a coalesced one of the same shape. What travels is its values and indices, of which each worker may
+    have another number; it has no derivative. Raises as :func:`push_pull_async` and :func:`synchronize`.
     """
+    if isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo:
+        from bpsx.torch.sparse import push_pull_sparse  # it is built on this module
+
+        _check_arguments(name, version)
+        return push_pull_sparse(tensor, average, name, compression)
     _checked(tensor, name, version)
-    given = tensor.detach()
-    wire, ctx = compression.compress(given)
-    result = _begin(wire, average, name, version, priority, inplace=wire is not given, will_wait=True).wait()
-    return compression.decompress(result, ctx)
+    return _differentiable(tensor, _Options(average, name or _noname(tensor), priority, compression))
 
 
+@outside_graphs
 def push_pull_inplace(
     tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
 ) -> torch.Tensor:
@@ -195,11 +289,13 @@ def push_pull_inplace(
     return result
 
 
+@outside_graphs
 def poll(handle: Handle) -> bool:
     """Whether ``handle``'s operation has ended. Does not block. Call :func:`synchronize` before using the result all the same."""
     return handle.done()
 
 
+@outside_graphs
 def synchronize(handle: Handle) -> torch.Tensor:
     """Wait for ``handle`` and return its tensor. May be called again.
 
@@ -209,6 +305,7 @@ def synchronize(handle: Handle) -> torch.Tensor:
     return result
 
 
+@outside_graphs
 def declare(name: str) -> int:
     """Fix the place of ``name`` in the order of declaration; returns it (0, 1, …). Calling it again changes nothing."""
     return int(_adapter.session().declare(name))

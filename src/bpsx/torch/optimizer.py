@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import warnings
 import weakref
 from collections import Counter
@@ -16,11 +17,12 @@ from bpsx.errors import ConfigError
 from bpsx.torch.asynchronous import AsyncExchange
 from bpsx.torch.compression import Compression, Compressor
 from bpsx.torch.exchange import Exchange, GradientOrderError
+from bpsx.torch.ops import outside_graphs
 
 
 def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1,
+    compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, sparse_as_dense: bool = False,
 ) -> torch.optim.Optimizer:
     """Make ``optimizer`` average gradients over all workers before it steps. Returns the same object, now of a subclass of its class.
 
@@ -34,21 +36,20 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     ``backward_passes_per_step``: gradients of so many backward passes are added up locally before they are pushed; the result is averaged
     over workers, not over passes (divide the loss if you want that).
 
-    **Parameters without a gradient.** Every ``step()`` and every ``synchronize()`` completes exactly one push of every parameter that
-    requires a gradient, whatever backward has reached: what no hook has pushed is pushed then, as it stands or as zeros if ``grad`` is
-    None. So workers whose batches use different parts of a model cannot wait for each other for ever, and all of them hold the same
-    averages after it. A parameter that no worker has used gets a zero gradient, on which weight decay and momentum act. Frozen parameters
-    are left alone; freezing or unfreezing must happen on all workers alike.
+    **Looking at gradients.** From ``backward()`` to the end of ``step()`` gradients are under way; who writes to one then gets a
+    :class:`GradientOrderError` at the wait, with its name. ``synchronize()`` waits for them. So does reading ``param_groups``, and a ``step()`` after
+    that neither waits nor pushes again: ``torch.amp.GradScaler`` works as it is, and an overflow on one worker is one on all. Read ``param_groups``
+    before the first or after the last backward of a step.
 
-    **Asynchronous training** (``BYTEPS_ENABLE_ASYNC=1``). Gradients stay on their worker. ``step()`` lets the optimizer step on them, pushes what
-    that has added to each parameter, which the servers add to the weights that they hold, and takes the weights as they are then: with the
-    other workers' steps up to that moment, and without waiting for them. The steps are added, not averaged, so N workers move the weights N
-    times as fast as one. The weights on the servers begin as worker 0's, at the first ``step()``, where all workers meet once; call
-    ``broadcast_parameters`` before training all the same, or the first gradient is of other weights. Optimizer state stays local.
-    ``synchronize()`` does nothing and ``skip_synchronize()`` changes nothing; ``backward_passes_per_step`` is checked and has no effect:
-    passes add up in ``grad`` until you call ``step()``. Frozen parameters are left alone; one that is unfrozen is seeded from worker 0 at
-    the next step, where all workers meet again. Compression is refused: what is pushed has to be of the weights' dtype. In half types a step
-    below half a unit in the weight's last place is lost, as it is on a single worker.
+    **Sparse gradients**, as of ``nn.Embedding(sparse=True)``, travel as values and indices, of which each worker may have another number, or none;
+    ``grad`` is then coalesced. ``sparse_as_dense=True`` makes them dense first. A gradient must be sparse on all workers that have one, or dense on
+    all; otherwise ``step()`` raises :class:`~bpsx.errors.MismatchError` on all. (One that has been dense so far is sent dense.) A worker that has
+    called :func:`bpsx.torch.join` cannot be left out of a sparse exchange: :class:`~bpsx.errors.JoinedError`.
+
+    **Asynchronous training** (``BYTEPS_ENABLE_ASYNC=1``): ``step()`` steps on own gradients and exchanges weights; see ``docs/async.md``.
+    ``synchronize()`` does nothing there, and ``skip_synchronize()``, ``backward_passes_per_step`` and ``sparse_as_dense`` change nothing.
+
+    Copies, deep or pickled, are plain optimizers of the class that this one had before: names and hooks belong to the parameters here.
 
     Extra methods: ``synchronize()``, ``skip_synchronize()``, ``set_backward_passes_per_step(n)``. With a single worker (unless
     ``BYTEPS_FORCE_DISTRIBUTED``) nothing is pushed.
@@ -56,13 +57,13 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     Raises :class:`ConfigError` (a :class:`ValueError`) for names given twice, parameters without a name, LBFGS, compression in
     asynchronous training;
     :class:`~bpsx.torch.UnsupportedTensor` and :class:`~bpsx.dtypes.UnsupportedDType` for parameters that cannot be sent;
-    :class:`~bpsx.errors.NotInitializedError`. ``backward()`` raises :class:`UnsupportedTensor` for sparse gradients and
+    :class:`~bpsx.errors.NotInitializedError`. ``backward()`` raises :class:`UnsupportedTensor` for gradients that cannot be sent and
     :class:`GradientOrderError` if it runs again before ``step()``; ``step()`` raises whatever made a push fail, as
     :func:`bpsx.torch.synchronize` does. Not thread-safe.
     """
     check_optimizer(optimizer)
     names = names_of(optimizer, named_parameters)
-    exchange = _exchange_for(names, compression, checked_passes(backward_passes_per_step))
+    exchange = _exchange_for(names, compression, checked_passes(backward_passes_per_step), sparse_as_dense)
     return mix_in(_DistributedOptimizer, optimizer, exchange)
 
 
@@ -93,8 +94,6 @@ if TYPE_CHECKING:
     class _Base:
         """What the mixin finds below itself: the user's optimizer class."""
 
-        param_groups: list[dict[str, Any]]
-
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             raise NotImplementedError
 
@@ -113,13 +112,34 @@ class _DistributedOptimizer(_Base):
     _exchange: Exchange
     _should_synchronize: bool
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As the base class's. Whoever reads it may be about to look at gradients, so those under way are waited for."""
+        self._exchange.look()
+        groups: list[dict[str, Any]] = vars(self)["param_groups"]
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        vars(self)["param_groups"] = groups
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy, deep or pickled, is the plain optimizer: hooks and names are of this one's parameters."""
+        line = type(self).__mro__
+        plain = line[line.index(_DistributedOptimizer) + 1]
+        return copyreg.__newobj__, (plain,), super().__getstate__()     # type: ignore[attr-defined]
+
     def synchronize(self) -> None:
         """Push what has not been pushed, and wait until every ``grad`` holds the average.
 
         For looking at gradients before the step (clipping, unscaling); then step inside :meth:`skip_synchronize`. Raises what made a push
         fail, once all have ended.
         """
-        self._exchange.complete()
+        exchange = self._exchange
+        if exchange.settled:
+            exchange.implicit = False
+        else:
+            exchange.complete()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -134,6 +154,7 @@ class _DistributedOptimizer(_Base):
         """Change how many backward passes are added up before a push. Begins a new count for every parameter."""
         self._exchange.set_passes(checked_passes(passes))
 
+    @outside_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluate ``closure`` once, if given, wait for the averaged gradients, and step. Returns the closure's result."""
         if isinstance(self._exchange, AsyncExchange):
@@ -144,13 +165,14 @@ class _DistributedOptimizer(_Base):
                 loss = closure()
         exchange = self._exchange
         if self._should_synchronize:
-            if exchange.synchronized:
+            if exchange.synchronized and not exchange.implicit:
                 warnings.warn("step() after synchronize() pushes all gradients again; put step() inside optimizer.skip_synchronize()",
-                              stacklevel=2)
-            exchange.complete()
+                              stacklevel=3)
+            if not exchange.settled:
+                exchange.complete()
         elif exchange.under_way:
             raise GradientOrderError("step() inside skip_synchronize() while gradients are under way: call synchronize() first")
-        exchange.synchronized = False
+        exchange.synchronized = exchange.implicit = False
         result = super().step()
         return result if closure is None else loss
 
@@ -158,8 +180,8 @@ class _DistributedOptimizer(_Base):
         """As the base class. If gradients are under way, they are waited for first and thrown away; do that on all workers or none."""
         exchange = self._exchange
         if exchange.under_way:
-            exchange.complete()
-        exchange.synchronized = False
+            exchange.complete(discard=True)
+        exchange.synchronized = exchange.implicit = False
         exchange.restart_count()
         super().zero_grad(set_to_none)
 
@@ -173,11 +195,11 @@ class _DistributedOptimizer(_Base):
     step.hooked = True  # type: ignore[attr-defined]
 
 
-def _exchange_for(names: list[tuple[str, torch.Tensor]], compression: type[Compressor], passes: int) -> Exchange:
+def _exchange_for(names: list[tuple[str, torch.Tensor]], compression: type[Compressor], passes: int, sparse_as_dense: bool) -> Exchange:
     """Of gradients, or of weights in asynchronous training. Raises :class:`ConfigError`."""
     config = _adapter.session().config
     if not config.asynchronous:
-        return Exchange(names, compression, passes, config.distributed)
+        return Exchange(names, compression, passes, config.distributed, sparse_as_dense)
     if compression is not Compression.none:
         raise ConfigError(f"DistributedOptimizer: compression={compression.__name__} with BYTEPS_ENABLE_ASYNC=1: servers add to the weights "
                           "themselves, so only Compression.none is possible")

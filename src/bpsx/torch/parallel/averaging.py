@@ -11,7 +11,7 @@ import torch
 
 from bpsx import _adapter
 from bpsx.torch.compression import Compressor
-from bpsx.torch.exchange import PREFIX, Exchange, GradientOrderError, _Managed
+from bpsx.torch.exchange import PREFIX, Exchange, GradientOrderError, Managed
 from bpsx.torch.ops import Handle, submit
 
 USED = "Used."
@@ -35,7 +35,7 @@ class _Round:
     """An exchange under way. ``users`` becomes the number of workers that have used each of ``ours``; ``aside``, by id: what has been pushed
     of those that this worker has not used, how, and the compressor's context."""
 
-    def __init__(self, ours: list[_Managed]) -> None:
+    def __init__(self, ours: list[Managed]) -> None:
         self.ours = ours
         self.users = torch.empty(0, dtype=torch.int32)
         self.counted: Handle | None = None
@@ -54,13 +54,13 @@ class Averaging(Exchange):
     def __init__(self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor], name: str, active: bool) -> None:
         self.syncing = True                 # False inside no_sync()
         self._name = USED + name
-        self._touched: set[int] = set()     # by id of _Managed: backward has added to its gradient since the last exchange
+        self._touched: set[int] = set()     # by id of Managed: backward has added to its gradient since the last exchange
         self._due = False                   # this pass calls for an exchange, though it may have used no parameter
         self.expected = False               # a forward pass has been made that calls for one
         self._round: _Round | None = None
         self._pass = -1
         self._end: Callable[[], _End | None] = lambda: None
-        super().__init__(names, compression, 1, active)
+        super().__init__(names, compression, 1, active, sparse_as_dense=True)
 
     # ---- during a pass
 
@@ -102,7 +102,7 @@ class Averaging(Exchange):
             self._end = weakref.ref(end)
             self._pass = torch._C._current_graph_task_id()
 
-    def accumulated(self, managed: _Managed) -> None:
+    def accumulated(self, managed: Managed) -> None:
         """Backward has added to a gradient. Raises :class:`GradientOrderError`."""
         self._touched.add(id(managed))
         if not self.syncing:
@@ -141,7 +141,7 @@ class Averaging(Exchange):
         self.active = _adapter.session().config.distributed
         self.attach()
 
-    def complete(self) -> None:
+    def complete(self, discard: bool = False) -> None:
         """Push what is missing, wait for everything. Raises the first failure, after the last push has ended."""
         self._begin_round()
         self._end_round()
@@ -151,7 +151,7 @@ class Averaging(Exchange):
         self._round = now = _Round([m for m in self._managed if m.parameter.requires_grad])
         now.users = torch.tensor([int(self._is_used(m)) for m in now.ours], dtype=torch.int32)
 
-        def begin(managed: _Managed) -> None:
+        def begin(managed: Managed) -> None:
             if self._is_used(managed):
                 self._push(managed)
             else:
@@ -183,19 +183,19 @@ class Averaging(Exchange):
             if failure is not None:
                 raise failure
 
-    def _is_used(self, managed: _Managed) -> bool:
+    def _is_used(self, managed: Managed) -> bool:
         return id(managed) in self._touched and managed.parameter.grad is not None
 
-    def _push_aside(self, managed: _Managed) -> tuple[Handle, Any]:
+    def _push_aside(self, managed: Managed) -> tuple[Handle, Any]:
         """Push a gradient that this worker has not added to: ``grad`` as it stands or zeros, but into other memory, since it stays as it is
         if the others have not added to theirs either."""
         parameter = managed.parameter
         with torch.no_grad():
-            plain = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+            plain = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().to_dense().clone()
         wire, ctx = self._compression.compress(plain)
         return submit(wire, wire, PREFIX + managed.name, average=True, priority=managed.priority), ctx
 
-    def _take(self, managed: _Managed, aside: tuple[Handle, Any], wanted: bool) -> None:
+    def _take(self, managed: Managed, aside: tuple[Handle, Any], wanted: bool) -> None:
         handle, ctx = aside
         received = handle.wait()
         if not wanted:

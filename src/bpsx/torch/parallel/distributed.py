@@ -56,12 +56,12 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
 
     ``state_dict()`` has the inner module's keys behind ``module.``; the inner module is ``module``. It may be compiled. ``deepcopy`` and pickling are
     refused: take the inner module. With reentrant checkpointing (``use_reentrant=True``) gradients of checkpointed parts leave at the end of
-    the pass. With a single worker (unless ``BYTEPS_FORCE_DISTRIBUTED``) nothing is pushed.
+    the pass. Sparse gradients are made dense. With a single worker (unless ``BYTEPS_FORCE_DISTRIBUTED``) nothing is pushed.
 
     Raises :class:`~bpsx.errors.ConfigError` (a :class:`ValueError`) for options that cannot be honoured, a module without parameters that require
     a gradient, and asynchronous training; :class:`~bpsx.torch.UnsupportedTensor` and :class:`~bpsx.dtypes.UnsupportedDType` for
     parameters that cannot be sent; :class:`~bpsx.errors.NotInitializedError`. ``backward()`` raises whatever made a push fail, as
-    :func:`bpsx.torch.synchronize` does, :class:`~bpsx.torch.UnsupportedTensor` for sparse gradients; ``forward()`` likewise for buffers. After a
+    :func:`bpsx.torch.synchronize` does; ``forward()`` likewise for buffers. After a
     ``backward()`` that was left by another exception while gradients were under way, the next ``forward()`` or ``backward()`` raises
     :class:`~bpsx.torch.GradientOrderError`. Not thread-safe.
     """
