@@ -16,6 +16,7 @@ BENCHES = {
     "trace": "step time with every step recorded, on workers and server; against the same without",
     "trust": "seconds from a death to the exceptions, by role and stage; joining, start and stop of a job",
     "soak": "jobs started and stopped 1,000 times: failures, leaks, leftovers",
+    "torch": "step time of an MLP and a small GPT; against DistributedDataParallel with gloo; what hides behind backward; CrossBarrier",
     "demo": "step time of examples/pytorch/digits.py; against DistributedDataParallel with gloo",
 }
 

@@ -10,10 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.network import Links
 from bench.report import BenchError
 from bpsx.config import child_environment
 
@@ -27,10 +28,10 @@ def progress(text: str) -> None:
     print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
-def start(module: str, environment: Mapping[str, str], *, pipes: bool = False) -> subprocess.Popen[bytes]:
-    """``python -m module`` from the repository's root. Without ``pipes`` all it prints goes to standard error."""
+def start(module: str, environment: Mapping[str, str], *, pipes: bool = False, prefix: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    """``python -m module`` from the repository's root, behind the words of ``prefix``. Without ``pipes`` all it prints goes to standard error."""
     pipe = subprocess.PIPE if pipes else None
-    return subprocess.Popen([sys.executable, "-m", module], stdin=pipe or subprocess.DEVNULL, stdout=pipe or 2, cwd=ROOT,
+    return subprocess.Popen([*prefix, sys.executable, "-m", module], stdin=pipe or subprocess.DEVNULL, stdout=pipe or 2, cwd=ROOT,
                             env=child_environment(**environment))
 
 
@@ -47,9 +48,9 @@ def stop(process: subprocess.Popen[bytes], seconds: float = _END_SECONDS) -> int
 class Child:
     """A process running :func:`bench.child.serve`. Not thread-safe."""
 
-    def __init__(self, module: str, name: str, **environment: str) -> None:
+    def __init__(self, module: str, name: str, prefix: Sequence[str] = (), **environment: str) -> None:
         self.name = name
-        self.process = start(module, environment, pipes=True)
+        self.process = start(module, environment, pipes=True, prefix=prefix)
         self._buffer = b""
 
     @property
@@ -132,8 +133,9 @@ class Job:
     """
 
     def __init__(self, workers: int = 2, servers: int = 1, transport: str | None = None, environment: Mapping[str, str] | None = None,
-                 modules: Mapping[int, str] | None = None) -> None:
-        """``modules``: what other workers than the usual ones run, by index."""
+                 modules: Mapping[int, str] | None = None, links: Links | None = None) -> None:
+        """``modules``: what other workers than the usual ones run, by index; ``links``: the network that the processes run in, which has a
+        place for "scheduler", "server 0" and so on."""
         self._folder = tempfile.TemporaryDirectory(prefix="bpsx-bench-")
         self._stack = contextlib.ExitStack()
         self._common = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NODE_HOST": "127.0.0.1",
@@ -141,6 +143,9 @@ class Job:
                         "DMLC_NUM_SERVER": str(servers), "BYTEPS_FORCE_DISTRIBUTED": str(int(servers > 0)), **(environment or {})}
         if transport is not None:
             self._common["DMLC_ENABLE_RDMA"] = transport
+        self._links = links
+        if links is not None:   # beyond loopback a job needs a secret
+            self._common |= {"DMLC_PS_ROOT_URI": links.address["scheduler"], "BPSX_SECRET": os.urandom(16).hex()}
         self._counts = workers, servers
         self._modules = modules or {}
         self.workers: list[Child] = []
@@ -178,17 +183,25 @@ class Job:
     def _start(self) -> None:
         workers, servers = self._counts
         port_file = Path(self._folder.name) / "port"
-        self.scheduler = self._role("bpsx.rendezvous", "scheduler", DMLC_PS_ROOT_PORT="0", BPSX_PORT_FILE=str(port_file))
+        self.scheduler = self._role("bpsx.rendezvous", "scheduler", 0, DMLC_PS_ROOT_PORT="0", BPSX_PORT_FILE=str(port_file))
         self._common["DMLC_PS_ROOT_PORT"] = str(port_in(port_file, self.scheduler))
-        self.servers = [self._role("bpsx.server", "server") for _ in range(servers)]
+        self.servers = [self._role("bpsx.server", "server", i) for i in range(servers)]
         index = "DMLC_WORKER_ID" if servers else "BYTEPS_LOCAL_RANK"
         environments = [{**self._common, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": "0", index: str(i)} for i in range(workers)]
-        made = (Child(self._modules.get(i, "bench.worker"), f"worker {i}", **environment) for i, environment in enumerate(environments))
+        made = (Child(self._modules.get(i, "bench.worker"), f"worker {i}", **{**environment, **self._place(f"worker {i}")},
+                      prefix=self._prefix(f"worker {i}")) for i, environment in enumerate(environments))
         self.workers = self._stack.enter_context(closing_all(made))
         self.ask("init", timeout=_START_SECONDS)
 
-    def _role(self, module: str, role: str, **environment: str) -> subprocess.Popen[bytes]:
-        process = start(module, {"DMLC_ROLE": role, **self._common, **environment})
+    def _prefix(self, name: str) -> list[str]:
+        return [] if self._links is None else self._links.prefix(name)
+
+    def _place(self, name: str) -> dict[str, str]:
+        return {} if self._links is None else {"DMLC_NODE_HOST": self._links.address[name]}
+
+    def _role(self, module: str, role: str, index: int, **environment: str) -> subprocess.Popen[bytes]:
+        name = role if role == "scheduler" else f"{role} {index}"
+        process = start(module, {"DMLC_ROLE": role, **self._common, **self._place(name), **environment}, prefix=self._prefix(name))
         self._stack.callback(end_role, role, process)
         return process
 

@@ -12,10 +12,10 @@ from bench.jobs import Child, ask_all, closing_all
 
 
 @contextlib.contextmanager
-def gloo(size: int = 2) -> Iterator[list[Child]]:
+def gloo(size: int = 2, module: str = "bench.gloo_peer") -> Iterator[list[Child]]:
     """The gloo job. Between commands its processes block in a read, so that it may stay up while bpsx is measured."""
     quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    made = (Child("bench.gloo_peer", f"gloo {i}", **quiet) for i in range(size))
+    made = (Child(module, f"gloo {i}", **quiet) for i in range(size))
     with tempfile.TemporaryDirectory(prefix="bpsx-bench-") as folder, closing_all(made) as group:
         store = str(Path(folder) / "store")
         for rank, child in enumerate(group):

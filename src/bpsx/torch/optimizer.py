@@ -60,16 +60,26 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     :class:`GradientOrderError` if it runs again before ``step()``; ``step()`` raises whatever made a push fail, as
     :func:`bpsx.torch.synchronize` does. Not thread-safe.
     """
+    check_optimizer(optimizer)
+    names = names_of(optimizer, named_parameters)
+    exchange = _exchange_for(names, compression, checked_passes(backward_passes_per_step), sparse_as_dense)
+    return mix_in(_DistributedOptimizer, optimizer, exchange)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise :class:`ConfigError` for an optimizer that cannot be made distributed."""
     if isinstance(optimizer, _DistributedOptimizer):
         raise ConfigError("DistributedOptimizer: this optimizer is distributed already")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("DistributedOptimizer: LBFGS evaluates its closure several times in a step, with other weights each time, so its "
                           "gradients cannot be averaged once per step; use a first-order optimizer (SGD, Adam, …)")
-    names = _names_of(optimizer, named_parameters)
-    exchange = _exchange_for(names, compression, _checked_passes(backward_passes_per_step), sparse_as_dense)
+
+
+def mix_in(mixin: type[_DistributedOptimizer], optimizer: torch.optim.Optimizer, exchange: Exchange) -> torch.optim.Optimizer:
+    """Put ``mixin`` in front of ``optimizer``'s class and begin to exchange. Returns the same object."""
     scheduled = _take_patched_step(optimizer)
     base = type(optimizer)
-    optimizer.__class__ = type(base.__name__, (_DistributedOptimizer, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+    optimizer.__class__ = type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
     mixed = cast("_DistributedOptimizer", optimizer)
     mixed._exchange, mixed._should_synchronize = exchange, True
     if scheduled:
@@ -141,7 +151,7 @@ class _DistributedOptimizer(_Base):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes are added up before a push. Begins a new count for every parameter."""
-        self._exchange.set_passes(_checked_passes(passes))
+        self._exchange.set_passes(checked_passes(passes))
 
     @outside_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -199,7 +209,7 @@ def _default_name(group: int, index: int) -> str:
     return f"push_pull.noname.{group}.{index}"
 
 
-def _names_of(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None) -> list[tuple[str, torch.Tensor]]:
+def names_of(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None) -> list[tuple[str, torch.Tensor]]:
     """The optimizer's parameters with their names, most urgent first, each once. Raises :class:`ConfigError`."""
     ours = {id(p): (g, i, p) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])}
     if named is None:
@@ -223,7 +233,7 @@ def _names_of(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch
     return list(first.values())
 
 
-def _checked_passes(passes: Any) -> int:
+def checked_passes(passes: Any) -> int:
     if not isinstance(passes, int) or passes < 1:
         raise ConfigError(f"backward_passes_per_step={passes!r}: allowed are integers from 1")
     return passes

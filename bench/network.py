@@ -1,0 +1,75 @@
+"""A small network whose links have a known rate: a namespace for each process, on a bridge. Needs root and iproute2."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+from bench.report import BenchError
+
+
+def _run(*words: str) -> None:
+    try:
+        subprocess.run(words, check=True, capture_output=True, text=True, timeout=30)
+    except subprocess.CalledProcessError as error:
+        raise BenchError(f"{' '.join(words)}: {error.stderr.strip()}") from None
+
+
+def why_not() -> str:
+    """Why there can be no such network here; empty if there can."""
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    try:
+        with Links(["try", "other"], "1gbit"):
+            return ""
+    except BenchError as error:
+        return f"this kernel does not allow it: {error}"
+
+
+class Links:
+    """Namespaces by name; the first holds the bridge. Each of the others sends at most ``rate`` (``tc``'s notation, as in ``1gbit``)."""
+
+    def __init__(self, names: Sequence[str], rate: str) -> None:
+        self._names, self._rate = list(names), rate
+        self.address = {name: f"10.214.9.{i + 1}" for i, name in enumerate(self._names)}
+
+    def namespace(self, name: str) -> str:
+        return f"bpsx-bench-{os.getpid()}-{self._names.index(name)}"
+
+    def prefix(self, name: str) -> list[str]:
+        """What goes before a command that is to run there."""
+        return ["ip", "netns", "exec", self.namespace(name)]
+
+    def __enter__(self) -> Links:
+        try:
+            self._make()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._names:
+            subprocess.run(["ip", "netns", "del", self.namespace(name)], capture_output=True, timeout=30, check=False)
+
+    def _make(self) -> None:
+        hub = self._names[0]
+        for name in self._names:
+            _run("ip", "netns", "add", self.namespace(name))
+            _run("ip", "-n", self.namespace(name), "link", "set", "lo", "up")
+        _run("ip", "-n", self.namespace(hub), "link", "add", "net0", "type", "bridge")
+        for i, name in enumerate(self._names[1:]):
+            _run("ip", "-n", self.namespace(hub), "link", "add", f"port{i}", "type", "veth", "peer", "name", "net0", "netns", self.namespace(name))
+            _run("ip", "-n", self.namespace(hub), "link", "set", f"port{i}", "master", "net0", "up")
+        for name in self._names:
+            _run("ip", "-n", self.namespace(name), "addr", "add", f"{self.address[name]}/24", "dev", "net0")
+            _run("ip", "-n", self.namespace(name), "link", "set", "net0", "up")
+        for name in self._names[1:]:
+            # The burst is a few segments as large as TCP hands them down; smaller, and the rate is not reached.
+            _run("tc", "-n", self.namespace(name), "qdisc", "add", "dev", "net0", "root", "tbf", "rate", self._rate, "burst", "256k",
+                 "latency", "50ms")

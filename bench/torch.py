@@ -1,0 +1,153 @@
+"""``bench torch``: training steps of 2 workers on this machine under bpsx.torch, against PyTorch's DistributedDataParallel with gloo.
+
+**step**: seconds of zero_grad, forward, backward and step, the slower worker's, medians; ours and the peer's take turns. Transports: *tcp* is two
+workers and one server over loopback, *machine* two processes of one machine that sum in shared memory. ``step-<model>-<transport>`` is
+DistributedOptimizer; ``-barrier`` and ``-ddp`` behind it are CrossBarrier and ``bpsx.torch.parallel``, for information. ``alone-<model>`` is a step
+of the two processes side by side that exchange nothing: nobody can be faster.
+
+**overlap**: of the time in which at least one gradient is under way, the share in which this worker's ``backward()`` runs. *Under way*, from the
+timeline (docs/tracing.md): the union of the ``total`` rows of all gradients, from the hook's push to the result in place. *Runs*: from the call of
+``backward()`` to its return, on the same clock. The workers' mean. 1 would mean that ``step()`` never waits; what is made last, the first layer's
+gradient, cannot be hidden.
+
+**crossbarrier**: the step with CrossBarrier against the step with DistributedOptimizer, with every process in a network namespace of its own whose
+link sends at most 1 Gbit/s, for a model whose first layers are the largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
+
+from bench import network, peers
+from bench.jobs import Child, Job, ask_all, progress
+from bench.report import BenchError, Case, median_case
+
+WORKERS = 2
+MODELS = ("mlp", "gpt")
+CASES = ("step", "overlap", "crossbarrier")
+_MODULES = dict.fromkeys(range(WORKERS), "bench.torch_worker")
+# With two processes on few cores, more threads measure the scheduler of the system.
+_THREADS = {"OMP_NUM_THREADS": "1"}
+_RATE = "1gbit"
+_NOTES = {"tcp": "2 workers and 1 server, TCP loopback", "machine": "2 processes of a machine, shared memory"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``turns``: how often ours and the peer's take turns; ``steps``: of each in a turn."""
+
+    turns: int = 12
+    steps: int = 8
+    overlap_steps: int = 20
+
+
+QUICK = Plan(turns=3, steps=3, overlap_steps=5)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", default=",".join(CASES), help="cases to run, with commas between (default: %(default)s)")
+    parser.add_argument("--models", default=",".join(MODELS), help="models of the case step (default: %(default)s)")
+
+
+def run(options: argparse.Namespace) -> list[Case]:
+    """All cases. Raises :class:`BenchError` if one cannot run."""
+    wanted, models = options.only.split(","), options.models.split(",")
+    for given, known, option in ((wanted, CASES, "--only"), (models, MODELS, "--models")):
+        if unknown := set(given) - set(known):
+            raise BenchError(f"{option}: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    plan = QUICK if options.quick else Plan()
+    cases: list[Case] = []
+    if "step" in wanted:
+        cases += step(plan, models)
+    if "overlap" in wanted:
+        cases += overlap(plan)
+    if "crossbarrier" in wanted:
+        cases += crossbarrier(plan)
+    return cases
+
+
+def _job(servers: int, **more: object) -> Job:
+    return Job(WORKERS, servers, environment=dict(_THREADS), modules=_MODULES, **more)     # type: ignore[arg-type]
+
+
+def step(plan: Plan, models: list[str]) -> list[Case]:
+    """Both transports and the peer, in turn."""
+    with _job(1) as tcp, _job(0) as machine, peers.gloo(WORKERS, "bench.torch_worker") as gloo:
+        jobs = {"tcp": tcp.workers, "machine": machine.workers}
+        return [case for model in models for case in _step_of(model, jobs, gloo, plan)]
+
+
+def _step_of(model: str, jobs: dict[str, list[Child]], gloo: list[Child], plan: Plan) -> list[Case]:
+    ways = ("optimizer", "barrier", "ddp")
+    ask_all(gloo, "make", workload=model, way="gloo")
+    for workers in jobs.values():
+        for way in ways:
+            ask_all(workers, "make", workload=model, way=way)
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for turn in range(plan.turns):
+        progress(f"{model}: turn {turn + 1} of {plan.turns}")
+        seconds["gloo"] += peers.slowest(gloo, "steps", workload=model, way="gloo", count=plan.steps)
+        for transport, workers in jobs.items():
+            for way in ways:
+                seconds[f"{transport} {way}"] += peers.slowest(workers, "steps", workload=model, way=way, count=plan.steps)
+        seconds["alone"] += peers.slowest(gloo, "alone", workload=model, count=plan.steps)
+    peer = 1e3 * statistics.median(seconds["gloo"])
+    cases = [median_case(f"alone-{model}", _ms(seconds["alone"]), "ms", peer=peer, note="two processes that exchange nothing; DDP with gloo")]
+    for transport, workers in jobs.items():
+        for way in ways:
+            _check(workers, model, way)
+            name = f"step-{model}-{transport}" + ("" if way == "optimizer" else f"-{way}")
+            cases.append(median_case(name, _ms(seconds[f"{transport} {way}"]), "ms", peer=peer, target="<= 1.0" if way == "optimizer" else None,
+                                     note=_NOTES[transport]))
+    return cases
+
+
+def _ms(seconds: list[float]) -> list[float]:
+    return [1e3 * s for s in seconds]
+
+
+def _check(workers: list[Child], model: str, way: str) -> None:
+    if len(set(ask_all(workers, "checksum", workload=model, way=way))) != 1:
+        raise BenchError(f"{model} with {way}: the workers' weights differ")
+
+
+def overlap(plan: Plan) -> list[Case]:
+    """See the module's text."""
+    cases = []
+    for transport, servers in (("tcp", 1), ("machine", 0)):
+        with tempfile.TemporaryDirectory(prefix="bpsx-bench-") as folder, \
+                Job(WORKERS, servers, environment={**_THREADS, "BYTEPS_TRACE_DIR": folder}, modules=_MODULES) as job:
+            for model in MODELS:
+                progress(f"overlap: {model}, {transport}")
+                job.ask("make", workload=model, way="optimizer")
+                job.ask("steps", workload=model, way="optimizer", count=2)
+                found = job.ask("overlap", workload=model, way="optimizer", count=plan.overlap_steps)
+                shares = [f["hidden"] / f["under_way"] for f in found]
+                cases.append(Case(f"overlap-{model}-{transport}", statistics.mean(shares), "share", samples=tuple(shares),
+                                  note="of the time with gradients under way, that in which backward runs"))
+    return cases
+
+
+def crossbarrier(plan: Plan) -> list[Case]:
+    """With and without, in turn, on slow links. No case where there can be no namespaces."""
+    if reason := network.why_not():
+        progress(f"crossbarrier: skipped, {reason}")
+        return []
+    ways = ("optimizer", "barrier")
+    names = ["scheduler", "server 0", *(f"worker {i}" for i in range(WORKERS))]
+    with network.Links(names, _RATE) as links, _job(1, links=links) as job:
+        for way in ways:
+            job.ask("make", workload="front", way=way)
+        seconds: dict[str, list[float]] = defaultdict(list)
+        for turn in range(plan.turns):
+            progress(f"crossbarrier: turn {turn + 1} of {plan.turns}")
+            for way in ways:
+                seconds[way] += peers.slowest(job.workers, "steps", workload="front", way=way, count=plan.steps)
+        for way in ways:
+            _check(job.workers, "front", way)
+        return [median_case("crossbarrier", _ms(seconds["barrier"]), "ms", peer=1e3 * statistics.median(seconds["optimizer"]), target="<= 0.9",
+                            note="step with CrossBarrier, large first layers, every link 1 Gbit/s; step with DistributedOptimizer")]

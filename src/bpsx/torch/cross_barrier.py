@@ -1,0 +1,386 @@
+"""CrossBarrier: an optimizer whose step goes on in the next forward pass, module by module, as averages come home."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import optimizer as _base
+
+from bpsx import _adapter
+from bpsx.api import init, local_rank, local_size, rank, shutdown, size
+from bpsx.errors import ConfigError
+from bpsx.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
+from bpsx.torch.compression import Compression, Compressor
+from bpsx.torch.exchange import Exchange, GradientOrderError, Kind, Managed, _Pushed
+from bpsx.torch.ops import poll, push_pull_async_inplace, synchronize
+from bpsx.torch.optimizer import _DistributedOptimizer, check_optimizer, checked_passes, mix_in, names_of
+from bpsx.torch.serving import Serving, check_model
+
+#: BytePS's name for it, which this module of its offers too.
+byteps_push_pull = push_pull_async_inplace
+
+__all__ = ["Compression", "CrossBarrier", "broadcast_optimizer_state", "broadcast_parameters", "byteps_push_pull", "init", "local_rank", "local_size",
+           "poll", "rank", "shutdown", "size", "synchronize"]
+
+# Their update of a parameter depends on others, by what they are known for; LBFGS is refused with every distributed optimizer.
+_LOOK_ACROSS = {"SAM", "ASAM", "GSAM", "Lookahead", "KFAC", "FusedLAMB", "Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptAdaGrad", "DAdaptLion",
+                "DAdaptAdan", "DAdaptAdanIP"}
+_NORM_OF_ALL = ("max_grad_norm", "clip_grad_norm")
+#: Attributes of an optimizer that a part of it must not share or bring back.
+_OWN = {"param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_exchange", "_barrier",
+        "_should_synchronize"}
+
+
+def CrossBarrier(  # noqa: N802  (BytePS's name)
+    model: nn.Module, optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, num_steps: int = 10**6,
+    sparse_as_dense: bool = False,
+) -> torch.optim.Optimizer:
+    """As :func:`bpsx.torch.DistributedOptimizer`, but ``step()`` waits for nothing: each module of ``model`` waits for its own averages in
+    its next forward pass, and is updated then. The first layers' gradients, which are made last, travel first and hide behind the forward
+    pass of the layers before them. Returns the same object, now of a subclass of its class.
+
+    The optimizer: any whose update of a parameter depends on that parameter alone (SGD, Adam, AdamW, RMSprop, …). Weights and state are bit
+    for bit those of :func:`~bpsx.torch.DistributedOptimizer`, with the options (learning rate, …) that the groups had when ``step()``
+    was called, whatever a scheduler has made of them since. ``zero_grad()`` may come before or after ``step()`` or not at all.
+
+    **What is pending** between a ``step()`` and the forward pass is applied before anything looks at it through ``model.state_dict()``,
+    ``load_state_dict()`` of both, ``optimizer.state_dict()``, ``optimizer.state``, ``group["params"]``, the next ``step()``, and at once in
+    step ``num_steps`` and all that follow it. Whoever looks at the weights in another way after ``step()`` (``model.parameters()``, for a moving
+    average, say) calls ``optimizer.synchronize()`` first.
+
+    A module's update is made when the module is *called*. The forward passes before the first ``step()`` are watched: parameters that are used
+    though their module has not been called (``MultiheadAttention.out_proj``) are served by the module that uses them, those of modules
+    that have not been called by the nearest module above that has. Later forward passes must use parameters through the same modules; one that does
+    not is told by :class:`~bpsx.torch.GradientOrderError` in ``backward()``. A step that cannot be put off is taken at once: within
+    ``skip_synchronize()``, with step hooks, with a gradient scaler that is fused into it.
+
+    ``model`` may be copied while nothing is pending; copies of both are ordinary ones. With sparse gradients every step is taken at once, unless
+    ``sparse_as_dense``. The other arguments and methods are those of :func:`~bpsx.torch.DistributedOptimizer`; ``synchronize()`` right
+    after ``step()`` applies what is pending and pushes nothing.
+
+    Raises what :func:`~bpsx.torch.DistributedOptimizer` raises, and :class:`~bpsx.errors.ConfigError` for optimizers that look across
+    parameters, compiled and scripted modules, and asynchronous training. Whatever makes a push fail is raised by the forward pass, or what else comes
+    first, that waits for it; weights may then be of two different steps, which a note on the exception says. Not thread-safe.
+    """
+    check_optimizer(optimizer)
+    _check_alone(optimizer)
+    check_model(model)
+    if not isinstance(num_steps, int) or num_steps < 1:
+        raise ConfigError(f"CrossBarrier: num_steps={num_steps!r}: allowed are integers from 1")
+    names = names_of(optimizer, named_parameters)
+    config = _adapter.session().config
+    if config.asynchronous:
+        raise ConfigError("CrossBarrier: BYTEPS_ENABLE_ASYNC=1 has no barrier to cross: use DistributedOptimizer")
+    barrier = _Barrier(names, compression, checked_passes(backward_passes_per_step), config.distributed, num_steps, sparse_as_dense)
+    mixed = cast("_CrossBarrier", mix_in(_CrossBarrier, optimizer, barrier))
+    mixed._barrier = barrier
+    barrier.serve(model, mixed)
+    return optimizer
+
+
+def _check_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Raise :class:`ConfigError` if an update is known to depend on several parameters."""
+    for cls in type(optimizer).__mro__:
+        if cls.__name__ in _LOOK_ACROSS:
+            raise ConfigError(f"CrossBarrier: {cls.__name__} looks across parameters in a step, and here they step at different times; use "
+                              "DistributedOptimizer")
+    for i, group in enumerate(optimizer.param_groups):
+        for option in _NORM_OF_ALL:
+            if group.get(option):
+                raise ConfigError(f"CrossBarrier: {type(optimizer).__name__} with {option}={group[option]!r} in group {i} looks across parameters "
+                                  "in a step, and here they step at different times; use DistributedOptimizer")
+
+
+class _Barrier(Exchange):
+    """The exchange of gradients, and the updates that wait for it."""
+
+    def __init__(self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor], passes: int, active: bool, steps: int,
+                 sparse_as_dense: bool) -> None:
+        self._pending: dict[int, tuple[Managed, _Pushed]] = {}     # by id of parameter: stepped, not updated
+        self._options: list[dict[str, Any]] = []                    # of each group, when step() was called
+        self._changed: list[dict[str, Any]] = []                    # what the update has made of them
+        self._held: _CrossBarrier | None = None                     # while something is pending, model and hooks keep the optimizer alive
+        self._steps_left = steps
+        self.idle = False               # no forward pass that could lead to gradients since step()
+        super().__init__(names, compression, passes, active, sparse_as_dense)
+
+    def serve(self, model: nn.Module, optimizer: _CrossBarrier) -> None:
+        self._serving = Serving(model, [m.parameter for m in self._managed], self)
+
+    def know_more(self) -> None:
+        """Parameters have been added."""
+        self._serving.add([m.parameter for m in self._managed])
+
+    def detach(self) -> None:
+        """Take all hooks off."""
+        super().detach()
+        self._serving.end()
+
+    # ---- what Serving and hooks call
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are updates to be made."""
+        return bool(self._pending)
+
+    def entered(self) -> None:
+        """A module is called."""
+        if self.idle and torch.is_grad_enabled():
+            self.idle = False
+
+    def accumulated(self, managed: Managed) -> None:
+        if id(managed.parameter) in self._pending:
+            raise GradientOrderError(
+                f"{managed.name!r} was used in a forward pass before its update: CrossBarrier updates a module's parameters when the module is "
+                "called, and the forward passes before the first step() did not use this one like that; call optimizer.synchronize() after "
+                "step(), or use DistributedOptimizer")
+        self.idle = False
+        super().accumulated(managed)
+
+    # ---- putting a step off
+
+    def can_defer(self, optimizer: _CrossBarrier) -> bool:
+        """Whether this step may be put off. Counts it."""
+        self.active = _adapter.session().config.distributed     # resume() may have changed it
+        last, self._steps_left = self._steps_left <= 1, max(self._steps_left - 1, 0)
+        ours = vars(optimizer)
+        hooks = (_base._global_optimizer_pre_hooks, _base._global_optimizer_post_hooks, ours.get("_optimizer_step_pre_hooks"),
+                 ours.get("_optimizer_step_post_hooks"))
+        return self.active and not (last or any(hooks) or "grad_scale" in ours or "found_inf" in ours)
+
+    def defer(self, optimizer: _CrossBarrier) -> bool:
+        """Push what is missing and note what to do when it has come home. False, and nothing done, if gradients travel sparse, in two parts.
+
+        Raises the first failure, after the last push has ended.
+        """
+        self.attach()
+        failures: list[Exception | None] = [*self._agree()]
+        ours = [m for m in self._managed if m.parameter.requires_grad]
+        if not failures and any(m.kind is Kind.SPARSE for m in ours):
+            return False
+        failures += [self._try(self._push, m) for m in ours if m.pushed is None]
+        self.restart_count()
+        if any(failures):
+            failures += [self._try(self._receive, m) for m in ours if m.pushed is not None]
+            raise next(f for f in failures if f is not None)
+        for managed in ours:
+            assert isinstance(managed.pushed, _Pushed)
+            self._pending[id(managed.parameter)] = managed, managed.pushed
+            managed.pushed = None
+        groups = vars(optimizer)["param_groups"]
+        self._options = [{k: _noted(v) for k, v in group.items() if k != "params"} for group in groups]
+        self._changed = [{} for _ in groups]
+        self._held = optimizer
+        self._serving.watch_no_more()
+        self.apply(self._serving.unserved)
+        return True
+
+    # ---- making up for it
+
+    def apply_all(self) -> None:
+        """Make all updates that are pending."""
+        if self._pending:
+            self.apply([managed.parameter for managed, _ in self._pending.values()])
+
+    def apply(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Wait for the averages of those of ``parameters`` that are pending, and update them. Raises the first failure, when all has ended that
+        was pending; nothing is then."""
+        pending = [self._pending.pop(id(p)) for p in parameters if id(p) in self._pending]
+        if not pending:
+            return
+        before = [managed.parameter.grad for managed, _ in pending]     # zero_grad() may have come already
+        failures = self._receive_all(pending)
+        if any(failures):
+            failures += self._receive_all(list(self._pending.values()))
+            self._pending.clear()
+            self._held = None
+            failure = next(f for f in failures if f is not None)
+            failure.add_note("CrossBarrier: some modules have been updated and others have not: the weights are of two steps")
+            raise failure
+        optimizer = self._held
+        assert optimizer is not None
+        with _as_in_step():
+            self._step(optimizer, {id(managed.parameter) for managed, _ in pending})
+        for (managed, pushed), grad in zip(pending, before, strict=True):
+            if grad is not pushed.gradient:
+                managed.parameter.grad = grad
+        if not self._pending:
+            self._held = None
+
+    def _receive_all(self, pending: list[tuple[Managed, _Pushed]]) -> list[Exception | None]:
+        def receive(managed: Managed) -> None:
+            self._receive(managed)
+
+        failures = []
+        for managed, pushed in pending:
+            managed.pushed = pushed
+            failures.append(self._try(receive, managed))
+        return failures
+
+    def _step(self, optimizer: _CrossBarrier, which: set[int]) -> None:
+        """Let the optimizer's own class step on some parameters: a shallow copy that knows only these, with the options of then."""
+        theirs = vars(optimizer)
+        base: Any = type(optimizer).__bases__[1]
+        part = base.__new__(base)
+        kept = {k: v for k, v in theirs.items() if k not in _OWN}
+        vars(part).update(kept, state=theirs["state"], _optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
+        chosen = [[p for p in group["params"] if id(p) in which] for group in _plain(theirs["param_groups"])]
+        numbers = [i for i, params in enumerate(chosen) if params]
+        part.param_groups = [{**self._options[i], "params": chosen[i]} for i in numbers]
+        base.step(part)
+        for i, group in zip(numbers, part.param_groups, strict=True):
+            self._bring_back(i, group, theirs["param_groups"][i], base.__name__)
+        theirs.update({k: v for k, v in vars(part).items() if k not in _OWN and kept.get(k) is not v})
+
+    def _bring_back(self, i: int, group: dict[str, Any], original: dict[str, Any], name: str) -> None:
+        """Options that a step has changed (a counter, say) belong to the group: every part of a step has to change them alike."""
+        options, changed = self._options[i], self._changed[i]
+        for key, value in group.items():
+            if key == "params" or value is options.get(key):
+                continue
+            if key in changed and not _alike(changed[key], value):
+                raise ConfigError(f"CrossBarrier: {name} makes {key!r} of group {i} depend on which parameters step together: it looks across "
+                                  "parameters; use DistributedOptimizer")
+            if key not in changed:
+                changed[key] = value
+                original[key] = value
+
+
+def _plain(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The groups, without being noticed."""
+    return (dict(dict.items(group)) for group in groups)
+
+
+def _noted(value: Any) -> Any:
+    """An option as it is now: a scheduler fills a learning rate that is a tensor in place."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return type(value)(value) if type(value) in (list, dict) else value
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+
+
+@contextlib.contextmanager
+def _as_in_step() -> Iterator[None]:
+    """What the forward pass may have switched on does not concern an update."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        yield
+
+
+class _Group(dict[str, Any]):
+    """A parameter group that lets what is pending be applied before anybody gets at its parameters. Looking at options applies nothing."""
+
+    owner: weakref.ref[_CrossBarrier]
+
+    def __getitem__(self, key: str) -> Any:
+        optimizer = self.owner() if key == "params" else None
+        if optimizer is not None:
+            optimizer._look()
+        return super().__getitem__(key)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(dict.items(self)),)
+
+
+class _CrossBarrier(_DistributedOptimizer):
+    """Goes in front of the user's optimizer class; see :func:`CrossBarrier`."""
+
+    _barrier: _Barrier
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """The optimizer's state, with what is pending applied."""
+        self._apply_pending()
+        return cast("defaultdict[torch.Tensor, Any]", vars(self)["state"])
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        vars(self)["state"] = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups; what is pending is applied when their parameters are looked at, not their options."""
+        groups: list[dict[str, Any]] = vars(self)["param_groups"]
+        for i, group in enumerate(groups):
+            if not isinstance(group, _Group):
+                groups[i] = wrapped = _Group(group)
+                wrapped.owner = weakref.ref(self)   # a strong one would keep the optimizer, and its hooks, until the garbage collection
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        vars(self)["param_groups"] = groups
+
+    def _apply_pending(self) -> None:
+        barrier = vars(self).get("_barrier")
+        if barrier is not None and barrier.pending:
+            barrier.apply_all()
+
+    def _look(self) -> None:
+        """Somebody gets at the parameters: gradients that have left are waited for too, as whoever unscales or clips them expects."""
+        self._apply_pending()
+        self._barrier.look()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Evaluate ``closure`` once, if given, and return its result. The update is made in the next forward pass."""
+        barrier = self._barrier
+        at_once = not barrier.can_defer(self) or not self._should_synchronize
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        barrier.apply_all()
+        barrier.idle = True
+        if not (at_once or barrier.synchronized) and barrier.defer(self):
+            return loss
+        result = super().step()
+        return result if closure is None else loss
+
+    def synchronize(self) -> None:
+        """Right after ``step()``: apply what is pending. Otherwise as with DistributedOptimizer: push what has not been pushed, and wait
+        until every ``grad`` holds the average."""
+        self._barrier.apply_all()
+        if not self._barrier.idle:
+            super().synchronize()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the base class; gradients of a step that is pending still count."""
+        barrier = self._barrier
+        if barrier.under_way:
+            barrier.apply_all()
+        if not barrier.pending:
+            super().zero_grad(set_to_none)
+            return
+        barrier.synchronized = barrier.implicit = False
+        barrier.restart_count()
+        for group in _plain(vars(self)["param_groups"]):
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    # The memory is still to bring the average.
+                    parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the base class, with what is pending applied."""
+        self._apply_pending()
+        return cast("dict[str, Any]", super().state_dict())     # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the base class; what is pending is applied first."""
+        self._apply_pending()
+        super().load_state_dict(state_dict)     # type: ignore[misc]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As DistributedOptimizer; the new parameters are updated in ``step()`` itself."""
+        super().add_param_group(param_group)
+        self._barrier.know_more()
+
+    step.hooked = True  # type: ignore[attr-defined]
