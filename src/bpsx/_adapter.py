@@ -8,10 +8,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from bpsx.api import session
+from bpsx import host
+from bpsx.config import has_torch_rendezvous, is_set
 from bpsx.session import Session
+from bpsx.torchrun import Store, init
+from bpsx.api import session
 
-__all__ = ["TensorView", "Session", "session"]
+__all__ = ["Session", "Store", "TensorView", "has_torch_rendezvous", "init", "is_set", "own_host", "session"]
+
+
+def own_host() -> str:
+    """The address at which the job's other processes reach this one."""
+    config = session().config
+    return host.own_host(config) if config.distributed else "127.0.0.1"
 
 
 class TensorView(NamedTuple):

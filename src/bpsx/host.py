@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import os
 import resource
 import signal
+import threading
 import time
+from collections.abc import Callable
 
 from bpsx import errors
 from bpsx.config import Config
@@ -80,6 +83,17 @@ def ending_signals() -> tuple[signal.Signals, ...]:
     """What ends a scheduler or a server in good order; SIGHUP unless our caller ignores it, as ``nohup`` does."""
     hang_up = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else ()
     return (signal.SIGTERM, signal.SIGINT, *hang_up)
+
+
+def hold(lifeline: int, orphaned: Callable[[], None]) -> None:
+    """Call ``orphaned``, on a thread of its own, when the other end of the pipe ``lifeline`` closes."""
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(lifeline, 1):
+                pass
+        orphaned()
+
+    threading.Thread(target=watch, name="bpsx-lifeline", daemon=True).start()
 
 
 def keep_memory(megabytes: int) -> None:
