@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from bpsx import host
-from bpsx.config import has_torch_rendezvous, is_set
+from bpsx.api import session
+from bpsx.config import is_set
 from bpsx.session import Session
 from bpsx.torchrun import Store, init
-from bpsx.api import session
 
-__all__ = ["Session", "Store", "TensorView", "has_torch_rendezvous", "init", "is_set", "own_host", "session"]
+__all__ = ["Session", "Store", "TensorView", "init", "is_set", "own_host", "session"]
 
 
 def own_host() -> str:

@@ -76,7 +76,7 @@ class Companions:
         return process
 
     def release(self) -> None:
-        """The job has begun, or will never: cut the lifelines. Who has joined the job goes on with it."""
+        """Cut the lifelines: what was started has a job that has begun, or will never have one. Not right after init: a server may be slower."""
         for descriptor in self._lifelines:
             os.close(descriptor)
         self._lifelines = []

@@ -372,13 +372,7 @@ class Config:
 def torchrun_variables() -> dict[str, str]:
     """What torchrun has told this process, by field of :data:`TORCHRUN_OPTIONS`. Empty if ``DMLC_WORKER_ID`` or ``BYTEPS_LOCAL_RANK`` says its
     place: these win."""
-    return {} if is_set("DMLC_WORKER_ID") or is_set("BYTEPS_LOCAL_RANK") else {
-        o.field: os.environ.get(o.env, "").strip() for o in TORCHRUN_OPTIONS}
-
-
-def has_torch_rendezvous(rank: bool, size: bool) -> bool:
-    """Whether PyTorch's own ``env://`` finds what it needs; ``rank`` and ``size`` say whether it has them from elsewhere."""
-    return (is_set("MASTER_ADDR") and is_set("MASTER_PORT") and (rank or is_set("RANK")) and (size or is_set("WORLD_SIZE")))
+    return {} if is_set("DMLC_WORKER_ID") or is_set("BYTEPS_LOCAL_RANK") else {o.field: os.environ.get(o.env, "").strip() for o in TORCHRUN_OPTIONS}
 
 
 def _read(option: Option, source: Mapping[str, str]) -> Any:
@@ -490,8 +484,7 @@ def reference() -> str:
     for group in dict.fromkeys(o.group for o in options):
         lines += [f"## {group}", ""]
         if group == _TORCHRUN:
-            lines += ["Set by `torchrun`; they count if all but the last three are there and neither `DMLC_WORKER_ID` nor `BYTEPS_LOCAL_RANK` is set "
-                      "([pytorch.md](pytorch.md)).", ""]
+            lines += ["They count unless `DMLC_WORKER_ID` or `BYTEPS_LOCAL_RANK` is set ([pytorch.md](pytorch.md)).", ""]
         lines += ["| variable | allowed | default | meaning |", "|---|---|---|---|"]
         for o in (o for o in options if o.group == group):
             default = "by cores" if callable(o.default) else "required or unset" if o.default is None else _plain(o.default)

@@ -110,15 +110,21 @@ def init(open_store: Callable[[str, float], Store]) -> None:
             return
         global _cycle
         _cycle += 1
+        _companions.release()       # of an earlier job
         config = Config(role="worker")
         try:
             if ours.size == 1 and not (config.force_distributed or config.asynchronous):
                 api.begin(num_worker=1, local_size=1, worker_id=0, local_rank=0)
             else:
                 store = open_store(f"bpsx/{ours.attempt}/{_cycle}/", config.rendezvous_timeout)
-                api.begin(**_Agreement(ours, config, store).fields())
-        finally:
+                agreement = _Agreement(ours, config, store)
+                api.begin(**agreement.fields())
+                if agreement.uneven:
+                    log.warning("torchrun's machines have different numbers of processes: each process counts as a machine of its own, whose "
+                                "local_rank() is 0")
+        except BaseException:
             _companions.release()
+            raise
 
 
 def _initialised() -> bool:
@@ -134,6 +140,7 @@ class _Agreement:
 
     def __init__(self, ours: Place, config: Config, store: Store) -> None:
         self._place, self._config, self._store = ours, config, store
+        self.uneven = False     # worker 0 knows
 
     def fields(self) -> dict[str, Any]:
         """The fields of :class:`~bpsx.config.Config` for this worker; scheduler and servers have been started by then.
@@ -183,8 +190,7 @@ class _Agreement:
         ``servers`` they are to start."""
         places = self._everybody()
         found = machines([(p["local_rank"], p["local_size"]) for p in places])
-        if found.uneven:
-            log.warning("torchrun's machines have different numbers of processes: each process counts as a machine of its own, local_rank() is 0")
+        self.uneven = found.uneven
         config = self._config
         job: dict[str, Any] = {"num_worker": found.count, "local_size": found.local_size}
         if config.root_uri is not None:

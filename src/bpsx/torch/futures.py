@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import queue
 import threading
@@ -67,10 +68,8 @@ class Completer:
                 value = result(handle.wait(None if end is None else max(0.0, end - time.monotonic())))
             except Exception as e:
                 failure = e
-            try:
+            with contextlib.suppress(Exception):    # a user's callback that raises does not concern the others
                 ended.set_result((value, failure))
-            except Exception:   # a user's callback that raises does not concern the others
-                pass
             del item, handle, ended, result, value, failure     # or the last one's tensors would live until the next comes
 
 

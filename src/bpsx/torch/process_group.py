@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from bpsx import _adapter
 from bpsx.errors import ConfigError
-from bpsx.torch.collectives import Collective, Group, UnsupportedCollective
+from bpsx.torch.collectives import Group, UnsupportedCollective
 from bpsx.torch.rendezvous import init
-from bpsx.torch.work import Work
+from bpsx.torch.work import Collective, Work
 
 NAME = "bpsx"
 
@@ -133,7 +133,8 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
         return self._run("all_to_all", opts, outputs, lambda g: g.all_to_all(outputs, inputs))
 
     def all_to_all_single(
-        self, output: torch.Tensor, given: torch.Tensor, output_sizes: list[int] | None = None, input_sizes: list[int] | None = None, opts: Any = None,
+        self, output: torch.Tensor, given: torch.Tensor, output_sizes: list[int] | None = None, input_sizes: list[int] | None = None,
+        opts: Any = None,
     ) -> Work:
         def begin(group: Group) -> Collective:
             return group.all_to_all(_rows(output, output_sizes, group.size, "output"), _rows(given, input_sizes, group.size, "input"))

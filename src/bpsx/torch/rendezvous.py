@@ -1,7 +1,7 @@
 """How PyTorch's and bpsx's ways of coming together find each other.
 
-Under ``bpsx-run`` PyTorch lacks the address of a store: worker 0 opens one and tells the others through bpsx. Under ``torchrun`` bpsx lacks a scheduler:
-the workers meet at torchrun's store and start what is missing (:mod:`bpsx.torchrun`).
+Under ``bpsx-run`` PyTorch lacks the address of a store: worker 0 opens one and tells the others through bpsx. Under ``torchrun`` bpsx lacks
+a scheduler: the workers meet at torchrun's store and start what is missing (:mod:`bpsx.torchrun`).
 """
 
 from __future__ import annotations
@@ -87,8 +87,10 @@ def register() -> None:
 def _extended(original: _Handler) -> _Handler:
     @functools.wraps(original)
     def handler(url: str, **options: Any) -> Iterator[_Triple]:
-        query = parse_qs(urlparse(url).query)
-        if not _adapter.has_torch_rendezvous("rank" in query, "world_size" in query) and (_adapter.is_set("DMLC_ROLE") or _initialised()):
+        query, is_set = parse_qs(urlparse(url).query), _adapter.is_set
+        complete = (is_set("MASTER_ADDR") and is_set("MASTER_PORT") and ("rank" in query or is_set("RANK"))
+                    and ("world_size" in query or is_set("WORLD_SIZE")))
+        if not complete and (is_set("DMLC_ROLE") or _initialised()):
             return _rendezvous(url, **options)
         return original(url, **options)
 
