@@ -11,6 +11,7 @@ import torch.distributed as dist
 from bpsx import _adapter
 from bpsx.errors import ConfigError
 from bpsx.torch.compression import Compression, Compressor
+from bpsx.torch.eager import eager
 from bpsx.torch.futures import COMPLETER
 from bpsx.torch.ops import check_tensor, mark_written, submit
 
@@ -33,6 +34,7 @@ class DDPHookState:
 _DEFAULT = DDPHookState()
 
 
+@eager
 def ddp_comm_hook(state: DDPHookState | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients over all of bpsx's workers, in place: ``model.register_comm_hook(None, bps.ddp_comm_hook)``.
 

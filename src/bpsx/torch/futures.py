@@ -37,11 +37,15 @@ class Completer:
 
     def future_of(
         self, handle: Handle, result: Callable[[Any], Any] = lambda value: value, timeout: float | None = None,
+        at_once: bool = False,
     ) -> torch.futures.Future[Any]:
         """A future that ends as ``handle`` does: with ``result`` of its value, or with an error that has the text of what it raises (a
         :class:`RuntimeError` for who waits: PyTorch keeps no types). ``timeout``: seconds from now, after which it ends with the handle's
-        :class:`TimeoutError`."""
+        :class:`TimeoutError`. ``at_once``: the handle has ended, and so shall the future."""
         ended: torch.futures.Future[Any] = torch.futures.Future()
+        if at_once:
+            self._complete((handle, ended, result, None))
+            return ended.then(_unwrapped)
         with self._lock:
             if self._thread is None:
                 # A daemon: what is under way when the interpreter ends is ended by the session.
@@ -62,15 +66,19 @@ class Completer:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            handle, ended, result, end = item
-            value, failure = None, None
-            try:
-                value = result(handle.wait(None if end is None else max(0.0, end - time.monotonic())))
-            except Exception as e:
-                failure = e
-            with contextlib.suppress(Exception):    # a user's callback that raises does not concern the others
-                ended.set_result((value, failure))
-            del item, handle, ended, result, value, failure     # or the last one's tensors would live until the next comes
+            self._complete(item)
+            del item        # or the last one's tensors would live until the next comes
+
+    @staticmethod
+    def _complete(item: _Item) -> None:
+        handle, ended, result, end = item
+        value, failure = None, None
+        try:
+            value = result(handle.wait(None if end is None else max(0.0, end - time.monotonic())))
+        except Exception as e:
+            failure = e
+        with contextlib.suppress(Exception):    # a user's callback that raises does not concern the others
+            ended.set_result((value, failure))
 
 
 def _unwrapped(ended: torch.futures.Future[Any]) -> Any:

@@ -16,12 +16,14 @@ import torch.distributed as dist
 from bpsx import _adapter
 from bpsx.errors import ConfigError
 from bpsx.torch.collectives import Group, UnsupportedCollective
+from bpsx.torch.eager import eager_methods
 from bpsx.torch.rendezvous import init
 from bpsx.torch.work import Collective, Work
 
 NAME = "bpsx"
 
 
+@eager_methods
 class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not looked into
     """All workers of the bpsx job, or this one alone; a group of some of them can be made, and refuses every collective.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -12,10 +14,17 @@ import torch
 import torch.distributed as dist
 
 from bpsx.errors import BpsxError
+from bpsx.torch.eager import eager_methods
 from bpsx.torch.futures import COMPLETER
 from bpsx.torch.ops import Handle
 
 _UNSET = timedelta(0)
+# PyTorch's C++ side may hold a work whose Python half nobody else holds: DistributedDataParallel does, for Join. Without that half its wait() would
+# never return. So works are kept until somebody has waited, and small ones a little longer, since Join asks for the result after that. Bounded, for
+# scripts that never wait.
+_MOST_HELD, _MOST_ENDED, _SMALL = 1024, 64, 4096
+_held: dict[int, Work] = {}
+_ended: deque[Work] = deque(maxlen=_MOST_ENDED)
 
 
 class GroupTimeoutError(BpsxError, TimeoutError):
@@ -35,6 +44,7 @@ class Collective:
         self.finish += other.finish
 
 
+@eager_methods
 class Work(dist.Work):  # type: ignore[misc]    # PyTorch is not looked into
     """Returned by the collectives of the backend "bpsx". Thread-safe.
 
@@ -44,8 +54,12 @@ class Work(dist.Work):  # type: ignore[misc]    # PyTorch is not looked into
     def __init__(self, what: str, begun: Collective, outputs: list[Any], timeout: float) -> None:
         super().__init__()
         self._what, self._begun, self._outputs, self._timeout = what, begun, outputs, timeout
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._future: torch.futures.Future[list[Any]] | None = None
+        _held[id(self)] = self
+        if len(_held) > _MOST_HELD:
+            with contextlib.suppress(KeyError, StopIteration, RuntimeError):    # another thread was faster
+                del _held[next(iter(_held))]
 
     def done(self) -> bool:
         """Whether everything has come, well or not. Does not block."""
@@ -63,6 +77,7 @@ class Work(dist.Work):  # type: ignore[misc]    # PyTorch is not looked into
             try:
                 handle.wait(max(0.0, end - time.monotonic()))
             except BpsxError:
+                self._let_go()
                 raise
             except TimeoutError as e:
                 raise GroupTimeoutError(f"{self._what} has not ended within the timeout of {limit:g} s (init_process_group(timeout=…)); some "
@@ -72,7 +87,13 @@ class Work(dist.Work):  # type: ignore[misc]    # PyTorch is not looked into
             with torch.no_grad():
                 for act in finish:
                     act()
+        self._let_go()
         return True
+
+    def _let_go(self) -> None:
+        """Somebody knows how it ended."""
+        if _held.pop(id(self), None) and all(isinstance(t, torch.Tensor) and t.nbytes <= _SMALL for t in self._outputs):
+            _ended.append(self)
 
     def is_completed(self) -> bool:
         """Whether the collective has ended, well or not; its outputs are complete then. Does not block."""
@@ -110,7 +131,7 @@ class Work(dist.Work):  # type: ignore[misc]    # PyTorch is not looked into
         """A future of the output tensors. Its error is a RuntimeError with bpsx's text."""
         with self._lock:
             if self._future is None:
-                self._future = COMPLETER.future_of(_Waiting(self), lambda _: self._outputs)
+                self._future = COMPLETER.future_of(_Waiting(self), lambda _: self._outputs, at_once=not self._begun.finish and self.done())
             return self._future
 
 
