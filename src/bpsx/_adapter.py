@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from bpsx import secret
+from bpsx import host, secret
 from bpsx.api import session
+from bpsx.config import is_set
 from bpsx.session import Session
+from bpsx.torchrun import Store, init
 
-__all__ = ["Session", "TensorView", "proof", "session"]
+__all__ = ["Session", "Store", "TensorView", "init", "is_set", "own_host", "proof", "session"]
+
+
+def own_host() -> str:
+    """The address at which the job's other processes reach this one."""
+    config = session().config
+    return host.own_host(config) if config.distributed else "127.0.0.1"
 
 
 class TensorView(NamedTuple):

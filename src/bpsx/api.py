@@ -32,9 +32,14 @@ def init(lazy: bool = True) -> None:
     Blocks until all workers and servers are there. Raises :class:`~bpsx.errors.ConfigError` (a missing or malformed variable),
     :class:`~bpsx.errors.RendezvousError` (somebody is missing at the deadline), :class:`~bpsx.errors.TransportError`. Thread-safe.
     """
+    begin()
+
+
+def begin(**given: Any) -> None:
+    """:func:`init` with some fields of :class:`~bpsx.config.Config` given, instead of read from the environment."""
     with _lock:
         if _session is None or _owner_pid != os.getpid():
-            _adopt(Session(Config(role="worker")))
+            _adopt(Session(Config(role="worker", **given)))
 
 
 def _adopt(ours: Session) -> None:

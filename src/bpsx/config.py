@@ -160,6 +160,8 @@ OPTIONS: tuple[Option, ...] = (
            "Encrypt gradients between workers and servers, too. The same on all processes; control messages are always encrypted.", _TRUST),
     Option("state_fd", "BPSX_STATE_FD", integer(-1, 2**20), -1, "a file descriptor; -1: none",
            "The scheduler writes lines there: waiting, then running, then who has failed the job, if anybody has. The launcher reads it.", _LAUNCH),
+    Option("lifeline_fd", "BPSX_LIFELINE_FD", integer(-1, 2**20), -1, "a file descriptor; -1: none",
+           "The scheduler or server ends when the other end of this pipe closes before the job has begun: who has started it is gone.", _LAUNCH),
     Option("visible_devices", "NVIDIA_VISIBLE_DEVICES", str, "", "all | none | void | names, comma separated",
            "bpsx-run starts one worker process per entry; with all one per GPU. Unset, empty, none or void: BYTEPS_LOCAL_SIZE processes.", _LAUNCH),
     Option("numa_on", "BYTEPS_NUMA_ON", flag, True, FLAG,
@@ -176,6 +178,22 @@ OPTIONS: tuple[Option, ...] = (
            "A process gets all hardware threads of its cores; 0: the first of each.", _LAUNCH),
     Option("enable_gdb", "BYTEPS_ENABLE_GDB", flag, False, FLAG,
            "bpsx-run runs workers and servers under gdb, which prints all threads' backtraces after a crash.", _LAUNCH),
+)
+
+_TORCHRUN = "torchrun"
+#: What ``torchrun`` tells the processes that it starts. Texts: other programs use some of these names for other things.
+TORCHRUN_OPTIONS: tuple[Option, ...] = (
+    Option("rank", "RANK", str, "", "0..WORLD_SIZE-1", "rank() of this process.", _TORCHRUN),
+    Option("size", "WORLD_SIZE", str, "", "1..65535", "size() of the job.", _TORCHRUN),
+    Option("local_rank", "LOCAL_RANK", str, "", "0..LOCAL_WORLD_SIZE-1", "BYTEPS_LOCAL_RANK.", _TORCHRUN),
+    Option("local_size", "LOCAL_WORLD_SIZE", str, "", "1..65535",
+           "BYTEPS_LOCAL_SIZE. Where it differs between machines, each process counts as a machine of its own.", _TORCHRUN),
+    Option("group_rank", "GROUP_RANK", str, "", "0..65534", "Not needed: the machine is RANK / LOCAL_WORLD_SIZE, which is the same.", _TORCHRUN),
+    Option("master_addr", "MASTER_ADDR", str, "", "address or host name",
+           "Where torchrun's store is, on the machine of rank 0, which starts the scheduler unless DMLC_PS_ROOT_URI is set.", _TORCHRUN),
+    Option("master_port", "MASTER_PORT", str, "", "1..65535", "The store's port.", _TORCHRUN),
+    Option("run_id", "TORCHELASTIC_RUN_ID", str, "", "text", "Keeps this run's entries in the store apart from others'.", _TORCHRUN),
+    Option("restart", "TORCHELASTIC_RESTART_COUNT", str, "", "a number", "... and those of this attempt.", _TORCHRUN),
 )
 
 #: Upstream's variables that mean something to BytePS and nothing to this version: set, they get a warning instead of silence.
@@ -310,6 +328,12 @@ def faults(environ: Mapping[str, str] | None = None) -> list[str]:
     return [*found.values(), *more]
 
 
+def torchrun_variables() -> dict[str, str]:
+    """What torchrun has told this process, by field of :data:`TORCHRUN_OPTIONS`. Empty if ``DMLC_WORKER_ID`` or ``BYTEPS_LOCAL_RANK`` says its
+    place: these win."""
+    return {} if is_set("DMLC_WORKER_ID") or is_set("BYTEPS_LOCAL_RANK") else {o.field: os.environ.get(o.env, "").strip() for o in TORCHRUN_OPTIONS}
+
+
 def _read(option: Option, source: Mapping[str, str]) -> Any:
     text = source.get(option.env)
     if text is None or (text == "" and option.parse not in (str, _path)):
@@ -415,9 +439,13 @@ def wrong_options(shared: Mapping[str, Any]) -> list[str]:
 def reference() -> str:
     """The page ``docs/options.md``."""
     lines = ["# Options", "", "Generated from `src/bpsx/config.py` by `make docs`. All options are environment variables.", ""]
-    for group in dict.fromkeys(o.group for o in OPTIONS):
-        lines += [f"## {group}", "", "| variable | allowed | default | meaning |", "|---|---|---|---|"]
-        for o in (o for o in OPTIONS if o.group == group):
+    options = (*OPTIONS, *TORCHRUN_OPTIONS)
+    for group in dict.fromkeys(o.group for o in options):
+        lines += [f"## {group}", ""]
+        if group == _TORCHRUN:
+            lines += ["They count unless `DMLC_WORKER_ID` or `BYTEPS_LOCAL_RANK` is set ([pytorch.md](pytorch.md)).", ""]
+        lines += ["| variable | allowed | default | meaning |", "|---|---|---|---|"]
+        for o in (o for o in options if o.group == group):
             default = "by cores" if callable(o.default) else "required or unset" if o.default is None else _plain(o.default)
             allowed = o.allowed.replace("|", "\\|")
             lines.append(f"| `{o.env}` | {allowed} | {default} | {o.help} |")

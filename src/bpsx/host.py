@@ -6,9 +6,12 @@ import contextlib
 import ctypes
 import functools
 import logging
+import os
 import resource
 import signal
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from bpsx import errors
@@ -88,6 +91,17 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 def _mallopt() -> Any:
     """glibc's function, or None. Looked up once: every look-up leaves some memory behind."""
     return getattr(ctypes.CDLL(None), "mallopt", None)
+
+
+def hold(lifeline: int, orphaned: Callable[[], None]) -> None:
+    """Call ``orphaned``, on a thread of its own, when the other end of the pipe ``lifeline`` closes."""
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(lifeline, 1):
+                pass
+        orphaned()
+
+    threading.Thread(target=watch, name="bpsx-lifeline", daemon=True).start()
 
 
 def keep_memory(megabytes: int) -> None:

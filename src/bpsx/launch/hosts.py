@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bpsx.companions import MODULES
 from bpsx.config import child_environment
 from bpsx.errors import ConfigError
 from bpsx.launch.far import new_marker, request
-from bpsx.launch.roles import GRACE, KILL_AFTER, MODULES, Process, secret_unless_given, unbuffered, verify
+from bpsx.launch.roles import GRACE, KILL_AFTER, Process, secret_unless_given, unbuffered, verify
 from bpsx.secret import make
 from bpsx.transports.address import is_loopback
 

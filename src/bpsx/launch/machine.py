@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from bpsx.companions import MODULES, module_command
 from bpsx.config import Config, child_environment, is_set
 from bpsx.errors import ConfigError
 from bpsx.launch import numa
@@ -21,13 +22,11 @@ from bpsx.launch.roles import (
     GRACE,
     KILL_AFTER,
     LOOPBACK,
-    MODULES,
     Process,
     cannot_run,
     child_setup,
     debugged,
     heeded,
-    module_command,
     secret_unless_given,
     unbuffered,
     verify,

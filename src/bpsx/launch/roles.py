@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from bpsx.companions import module_command
 from bpsx.config import Config, child_environment, is_set
 from bpsx.errors import ConfigError
 from bpsx.secret import make
 
-#: Roles that are modules of ours: each has a ``__main__`` with ``main() -> int``.
-MODULES = {"scheduler": "bpsx.rendezvous", "server": "bpsx.server"}
 #: Signals that end a job and are passed on.
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -176,11 +175,6 @@ def debugged(command: Sequence[str], config: Config) -> tuple[str, ...]:
     if shutil.which("gdb") is None:
         raise ConfigError("BYTEPS_ENABLE_GDB=1: gdb is not on the PATH; install it, or unset the variable")
     return (sys.executable, "-P", "-m", "bpsx.launch.debug", *command)
-
-
-def module_command(role: str) -> list[str]:
-    """The command that runs ``role``. ``-P``: the folder we happen to be in may hold a ``queue.py``."""
-    return [sys.executable, "-P", "-m", MODULES[role]]
 
 
 def heeded() -> tuple[signal.Signals, ...]:

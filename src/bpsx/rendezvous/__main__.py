@@ -8,7 +8,7 @@ from types import FrameType
 
 from bpsx.config import Config
 from bpsx.errors import BpsxError
-from bpsx.host import ending_signals
+from bpsx.host import ending_signals, hold
 from bpsx.logs import configure
 from bpsx.rendezvous.hub import Hub
 
@@ -29,6 +29,8 @@ def main() -> int:
 
     for number in ending_signals():
         signal.signal(number, interrupt)
+    if config.lifeline_fd >= 0:
+        hold(config.lifeline_fd, hub.orphaned)
     hub.announce()
     return hub.run()
 

@@ -113,6 +113,11 @@ class Hub:
         self._signal = name
         os.eventfd_write(self._wake, 1)
 
+    def orphaned(self) -> None:
+        """Who has started us is gone; for any thread. A job that has begun knows by itself who is there."""
+        if self._members.state == "waiting":
+            self.interrupt("the end of the worker that had started it")
+
     def run(self) -> int:
         """Serve until the job is over. Returns 0 if all workers left in good order, else 1."""
         ended_for_us = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 from bpsx.config import Config
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError, ConfigError
-from bpsx.host import allow_descriptors, ending_signals, keep_memory, own_host, require_trust
+from bpsx.host import allow_descriptors, ending_signals, hold, keep_memory, own_host, require_trust
 from bpsx.kernels import loading
 from bpsx.logs import configure
 from bpsx.rendezvous.client import Link
@@ -122,6 +123,11 @@ class Server:
         # Nothing more: the main thread may be holding the very lock that an Event needs.
         self._signal = signum
 
+    def orphaned(self) -> None:
+        """Who has started us is gone; for any thread. A job that has begun knows by itself who is there."""
+        if not self._joined:
+            os.kill(os.getpid(), signal.SIGTERM)
+
     def _handle(self, message: dict[str, Any]) -> None:
         kind = message["type"]
         if kind == "LEFT":
@@ -163,6 +169,8 @@ def main() -> int:
         server = Server(config)
         for number in ending_signals():
             signal.signal(number, lambda n, _: server.interrupt(n))
+        if config.lifeline_fd >= 0:
+            hold(config.lifeline_fd, server.orphaned)
         return server.run()
     except ConfigError as e:
         print(f"bpsx server: {e}", file=sys.stderr)

@@ -17,7 +17,6 @@ if not hasattr(_torch.Tensor, "register_post_accumulate_grad_hook"):
 from bpsx.api import (  # noqa: E402
     barrier,
     get_pushpull_speed,
-    init,
     join,
     local_rank,
     local_size,
@@ -45,12 +44,26 @@ from bpsx.torch.ops import (  # noqa: E402
 )
 from bpsx.torch.optimizer import DistributedOptimizer  # noqa: E402
 
+if _torch.distributed.is_available():
+    from bpsx.torch import process_group as _process_group
+    from bpsx.torch import rendezvous as _rendezvous
+    from bpsx.torch.collectives import UnsupportedCollective
+    from bpsx.torch.ddp_hook import DDPHookState, ddp_comm_hook
+    from bpsx.torch.rendezvous import init
+    from bpsx.torch.work import GroupTimeoutError
+
+    _rendezvous.register()
+    _process_group.register()
+else:
+    from bpsx.api import init
+
 #: BytePS's name for it.
 byteps_push_pull = push_pull_async_inplace
 
 __all__ = [
-    "Compression", "DistributedOptimizer", "GradientOrderError", "ObjectError", "SyncBatchNorm", "UnsupportedTensor", "all_gather",
-    "all_gather_object", "barrier", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "byteps_push_pull", "declare",
-    "get_pushpull_speed", "init", "join", "local_rank", "local_size", "poll", "push_pull", "push_pull_async", "push_pull_async_inplace",
-    "push_pull_inplace", "rank", "resume", "shutdown", "size", "suspend", "synchronize",
+    "Compression", "DDPHookState", "DistributedOptimizer", "GradientOrderError", "GroupTimeoutError", "ObjectError", "SyncBatchNorm",
+    "UnsupportedCollective", "UnsupportedTensor", "all_gather", "all_gather_object", "barrier", "broadcast_object",
+    "broadcast_optimizer_state", "broadcast_parameters", "byteps_push_pull", "ddp_comm_hook", "declare", "get_pushpull_speed", "init",
+    "join", "local_rank", "local_size", "poll", "push_pull", "push_pull_async", "push_pull_async_inplace", "push_pull_inplace", "rank",
+    "resume", "shutdown", "size", "suspend", "synchronize",
 ]

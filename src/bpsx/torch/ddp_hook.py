@@ -1,0 +1,72 @@
+"""PyTorch's own DistributedDataParallel with its gradients summed by bpsx: a communication hook.
+
+No ``from __future__ import annotations`` here: DistributedDataParallel compares the hook's annotations with the types themselves.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bpsx import _adapter
+from bpsx.errors import ConfigError
+from bpsx.torch.compression import Compression, Compressor
+from bpsx.torch.eager import eager
+from bpsx.torch.futures import COMPLETER
+from bpsx.torch.ops import check_tensor, mark_written, submit
+
+
+class DDPHookState:
+    """Options of :func:`ddp_comm_hook` for one model. Immutable; thread-safe.
+
+    ``name``: what the model's buckets are called on the wire; models whose backward passes may overlap need different ones, the same on all
+    workers. ``compression``: one of :class:`~bpsx.torch.Compression`, for the wire only. Raises :class:`~bpsx.errors.ConfigError`.
+    """
+
+    def __init__(self, name: str = "DDP", compression: type[Compressor] = Compression.none) -> None:
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"DDPHookState: name={name!r}; a string that is not empty is needed")
+        if not (isinstance(compression, type) and issubclass(compression, Compressor)):
+            raise ConfigError(f"DDPHookState: compression={compression!r}; allowed are bpsx.torch.Compression.none and .fp16")
+        self.name, self.compression = name, compression
+
+
+_DEFAULT = DDPHookState()
+
+
+@eager
+def ddp_comm_hook(state: DDPHookState | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of gradients over all of bpsx's workers, in place: ``model.register_comm_hook(None, bps.ddp_comm_hook)``.
+
+    For a ``torch.nn.parallel.DistributedDataParallel`` over any process group of the same processes: that one sets the model up and
+    broadcasts its buffers, gradients go through bpsx. Call :func:`bpsx.torch.init` before. ``state``: None, or a :class:`DDPHookState`
+    where several models are trained at once or gradients shall be compressed.
+
+    Buckets are summed as backward fills them; those that it fills last, which the next forward needs first, are the most urgent. A failure
+    ends ``backward()`` with a :class:`RuntimeError` that holds bpsx's text. An average divides by ``size()``, also under
+    ``torch.distributed.algorithms.Join``.
+
+    Raises :class:`~bpsx.errors.NotInitializedError`, :class:`~bpsx.errors.ConfigError` (another state; asynchronous training),
+    :class:`~bpsx.torch.UnsupportedTensor` and :class:`~bpsx.dtypes.UnsupportedDType`.
+    """
+    options = _DEFAULT if state is None else state
+    if not isinstance(options, DDPHookState):
+        raise ConfigError(f"ddp_comm_hook: state must be None or a bpsx.torch.DDPHookState, not {type(options).__name__}")
+    if _adapter.session().config.asynchronous:
+        raise ConfigError("ddp_comm_hook: DistributedDataParallel averages gradients, and with BYTEPS_ENABLE_ASYNC=1 there are no averages; "
+                          "use bpsx.torch.DistributedOptimizer")
+    buffer = bucket.buffer()
+    # A bucket keeps its number when DistributedDataParallel makes new buckets, after the first step; what it holds is declared anew.
+    name = f"{options.name}.bucket.{bucket.index()}"
+    check_tensor(buffer, name)
+    wire, ctx = options.compression.compress(buffer.detach())
+    handle = submit(wire, wire, name, average=True, priority=bucket.index())
+    mark_written(buffer)
+
+    def received(value: Any) -> torch.Tensor:
+        if ctx is not None:
+            with torch.no_grad():
+                buffer.copy_(options.compression.decompress(value, ctx))
+        return buffer
+
+    return COMPLETER.future_of(handle, received)

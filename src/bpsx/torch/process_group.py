@@ -1,0 +1,222 @@
+"""The ``torch.distributed`` backend "bpsx": ``torch.distributed.init_process_group("bpsx")`` after ``import bpsx.torch``.
+
+PyTorch calls a process group in several spellings, by release and from C++ or Python; all of them end in :class:`~bpsx.torch.collectives.Group`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from bpsx import _adapter
+from bpsx.errors import ConfigError
+from bpsx.torch.collectives import Group, UnsupportedCollective
+from bpsx.torch.eager import eager_methods
+from bpsx.torch.rendezvous import init
+from bpsx.torch.work import Collective, Work
+
+NAME = "bpsx"
+
+
+@eager_methods
+class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not looked into
+    """All workers of the bpsx job, or this one alone; a group of some of them can be made, and refuses every collective.
+
+    Methods are ``torch.distributed``'s. Collectives return a :class:`~bpsx.torch.work.Work`. They raise
+    :class:`~bpsx.torch.collectives.UnsupportedCollective`, :class:`~bpsx.errors.ConfigError` for tensors that do not fit each other,
+    :class:`~bpsx.torch.UnsupportedTensor`. One thread at a time, as with every backend.
+    """
+
+    def __init__(self, name: str, rank: int, size: int, timeout: timedelta, refused: str = "") -> None:
+        super().__init__(rank, size)
+        self._label, self._description = name, ""
+        self._limit = timeout.total_seconds()
+        self._refused = refused
+        self._members = Group(f"torch.{name}", rank, size)
+
+    # ---- what it is
+
+    def getBackendName(self) -> str:  # noqa: N802  (PyTorch's)
+        return NAME
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._label
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._label = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._description = description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long collectives may take that begin from now on."""
+        self._limit = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Nothing: the session is bpsx's, and outlives groups."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing: bpsx counts rounds itself."""
+
+    # ---- collectives
+
+    def _run(self, what: str, opts: Any, outputs: list[Any], *begin: Callable[[Group], Collective]) -> Work:
+        if self._refused:
+            raise UnsupportedCollective(f"{what}: {self._refused}")
+        begun = Collective()
+        for act in begin:
+            begun.add(act(self._members))
+        limit = getattr(opts, "timeout", None)
+        seconds = limit.total_seconds() if isinstance(limit, timedelta) else 0.0
+        return Work(f"{what} of process group {self._label!r}", begun, outputs, seconds if seconds > 0 else self._limit)
+
+    def allreduce(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
+        tensors, op = _listed(tensors), _op_of(opts)
+        will_wait = not getattr(opts, "asyncOp", True)
+        return self._run("all_reduce", opts, tensors, *[lambda g, t=t: g.all_reduce(t, op, will_wait=will_wait) for t in tensors])
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
+        tensors, root = _listed(tensors), opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
+        return self._run("broadcast", opts, tensors, *[lambda g, t=t: g.broadcast(t, root) for t in tensors])
+
+    def reduce(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
+        tensors = _listed(tensors)
+        return self._run("reduce", opts, tensors, *[lambda g, t=t: g.reduce(t, opts.rootRank, _op_of(opts)) for t in tensors])
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        return self._run("all_gather", opts, outputs, *[lambda g, o=o, i=i: g.all_gather(o, i) for o, i in zip(outputs, inputs, strict=True)])
+
+    def allgather_coalesced(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        """``outputs[r][i]`` is worker r's ``inputs[i]``."""
+        return self.allgather([list(column) for column in zip(*outputs, strict=True)], inputs, opts)
+
+    def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
+        return self.all_gather_single_coalesced([output], [given], opts)
+
+    def all_gather_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        return self._run("all_gather_into_tensor", opts, outputs,
+                         *[lambda g, o=o, i=i: g.all_gather_single(o, i) for o, i in zip(outputs, inputs, strict=True)])
+
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
+        mine = outputs[0] if outputs else []
+        return self._run("gather", opts, outputs, lambda g: g.gather(mine, inputs[0], opts.rootRank))
+
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work:
+        theirs = inputs[0] if inputs else []
+        return self._run("scatter", opts, outputs, lambda g: g.scatter(outputs[0], theirs, opts.rootRank))
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
+        return self._run("reduce_scatter", opts, outputs,
+                         *[lambda g, o=o, i=i: g.reduce_scatter(o, i, _op_of(opts)) for o, i in zip(outputs, inputs, strict=True)])
+
+    def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
+        return self.reduce_scatter_single_coalesced([output], [given], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        return self._run("reduce_scatter_tensor", opts, outputs,
+                         *[lambda g, o=o, i=i: g.reduce_scatter_single(o, i, _op_of(opts)) for o, i in zip(outputs, inputs, strict=True)])
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        return self._run("all_to_all", opts, outputs, lambda g: g.all_to_all(outputs, inputs))
+
+    def all_to_all_single(
+        self, output: torch.Tensor, given: torch.Tensor, output_sizes: list[int] | None = None, input_sizes: list[int] | None = None,
+        opts: Any = None,
+    ) -> Work:
+        def begin(group: Group) -> Collective:
+            return group.all_to_all(_rows(output, output_sizes, group.size, "output"), _rows(given, input_sizes, group.size, "input"))
+
+        return self._run("all_to_all_single", opts, [output], begin)
+
+    def barrier(self, opts: Any = None, *_: Any) -> Work:
+        return self._run("barrier", opts, [], lambda g: g.barrier())
+
+    # The names of earlier releases.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # ---- what there is not
+
+    def send(self, *_: Any) -> NoReturn:
+        _refuse("send")
+
+    def recv(self, *_: Any) -> NoReturn:
+        _refuse("recv")
+
+    def recv_anysource(self, *_: Any) -> NoReturn:
+        _refuse("recv")
+
+    def monitored_barrier(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse("monitored_barrier", "barrier() names who is missing after BPSX_STALL_WARN_SECONDS; else ")
+
+    def abort(self) -> NoReturn:
+        _refuse("abort", "bpsx.torch.shutdown() ends everything that is under way; else ")
+
+
+def create(options: Any, _: Any) -> ProcessGroup:
+    """What ``torch.distributed`` calls for a new group. Initialises bpsx if need be; it stays so when the group is destroyed.
+
+    Raises :class:`ConfigError` if PyTorch and bpsx disagree about who this process is, or in asynchronous training.
+    """
+    init()
+    ours = _adapter.session()
+    rank, size, ranks = options.group_rank, options.group_size, list(options.global_ranks_in_group)
+    if ours.config.asynchronous:
+        raise ConfigError("the backend \"bpsx\" sums what all workers bring, which BYTEPS_ENABLE_ASYNC=1 rules out")
+    if not ranks and (rank, size) != (ours.rank, ours.size):
+        raise ConfigError(f"init_process_group(\"bpsx\"): this process is rank {rank} of {size} for PyTorch and rank {ours.rank} of {ours.size} for "
+                          "bpsx; both must be the same: leave rank and world_size out, or give bpsx.torch.rank() and size()")
+    refused = ""
+    if ranks not in ([], list(range(ours.size))) and size != 1:
+        refused = (f"ranks {ranks} are not all {ours.size} workers in their order, and a sum over bpsx takes all of them; for such a group use "
+                   "torch.distributed.new_group(…, backend=\"gloo\")")
+        # Now an exception would reach members only, and the others may wait for them in new_group.
+        warnings.warn(f"backend \"bpsx\": this group's collectives will be refused: {refused}", stacklevel=4)
+    return ProcessGroup(str(options.group_id), rank, size, options.timeout, refused)
+
+
+def register() -> None:
+    """Let ``torch.distributed`` know the backend. For the import of bpsx.torch, once."""
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+
+
+def _refuse(what: str, instead: str = "") -> NoReturn:
+    raise UnsupportedCollective(f"{what}: the backend \"bpsx\" has only collectives of all workers; {instead}use a group made with "
+                                "torch.distributed.new_group(backend=\"gloo\")")
+
+
+def _listed(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _op_of(opts: Any) -> Any:
+    """The reduction in a call's options, or the one that was given in their place."""
+    return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+
+
+def _rows(tensor: torch.Tensor, sizes: list[int] | None, count: int, what: str) -> list[torch.Tensor]:
+    """``tensor`` cut along its first dimension, evenly without ``sizes``. Raises :class:`ConfigError`."""
+    length = tensor.shape[0] if tensor.dim() else 0
+    given = list(sizes) if sizes else [length // count] * count
+    if len(given) != count or sum(given) != length:
+        raise ConfigError(f"all_to_all_single: the {what} has {length} rows, to be cut into {given} for {count} workers: give as many sizes as "
+                          f"there are workers, with that sum")
+    return list(tensor.split(given))
