@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -123,6 +124,16 @@ def test_refusals_say_whose_what_and_what_is_allowed(fake: FakeSession, message:
     assert not fake.pushes
 
 
+@pytest.mark.parametrize("verb", [bps.push_pull_inplace, bps.push_pull_async_inplace])
+def test_what_autograd_follows_is_not_overwritten_behind_its_back(fake: FakeSession, verb: Callable[[torch.Tensor], object]) -> None:
+    result = torch.ones(3, requires_grad=True) * 2
+    with pytest.raises(bps.UnsupportedTensor, match="use push_pull\\(\\)"):
+        verb(result)
+    with torch.no_grad():
+        verb(result)
+    verb(result.detach())
+
+
 def test_refused_names_and_versions(fake: FakeSession) -> None:
     with pytest.raises(ConfigError, match="name must be a string, not int"):
         bps.push_pull(torch.zeros(1), True, 3)  # type: ignore[arg-type]
@@ -188,7 +199,7 @@ def test_autograd_notices_an_overwritten_tensor(fake: FakeSession) -> None:
     weight = torch.ones(3, requires_grad=True)
     saved = weight * 2
     loss = (saved * saved).sum()
-    bps.push_pull_inplace(saved, average=False)
+    bps.push_pull_inplace(saved.detach(), average=False)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

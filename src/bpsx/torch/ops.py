@@ -183,6 +183,9 @@ def _check_arguments(name: Any, version: Any) -> None:
 def _begin(tensor: torch.Tensor, average: bool, name: str | None, version: int, priority: int, inplace: bool, will_wait: bool) -> Handle:
     what = _checked(tensor, name, version)
     if inplace:
+        if tensor.grad_fn is not None and torch.is_grad_enabled():
+            raise UnsupportedTensor(f"{what}: the tensor is the result of an operation that autograd follows, and would not know of being "
+                                    "overwritten; use push_pull(), which has a gradient, or detach() it first")
         check_writable(tensor, what)
     output = tensor if inplace else torch.empty_like(tensor, requires_grad=False)
     handle = submit(tensor, output, name, average=average, priority=priority, will_wait=will_wait)
