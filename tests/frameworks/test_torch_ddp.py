@@ -81,7 +81,6 @@ def train_two(models: list[nn.Module], rank: int = 0, size: int = 1) -> list[tor
 
 
 def job_hook_errors() -> Any:
-    model = nn.Linear(2, 2)
     found = []
     for state in ("name", 3):
         try:
@@ -92,13 +91,6 @@ def job_hook_errors() -> Any:
         try:
             bps.DDPHookState(*options)
         except BpsxError as e:
-            found.append(str(e))
-    with group("bpsx"):
-        wrapped = DDP(model.to(torch.complex64))
-        wrapped.register_comm_hook(None, bps.ddp_comm_hook)
-        try:
-            wrapped(torch.ones(1, 2, dtype=torch.complex64)).abs().sum().backward()
-        except Exception as e:
             found.append(str(e))
     return found
 
@@ -243,15 +235,15 @@ def test_as_one_process_on_the_joined_batch(tmp_path: Path, workers: int, server
         assert all(torch.equal(a, b) for a, b in zip(result["job_buffers"][0], finished.results[0]["job_buffers"][0], strict=True))
         moved, each = result["job_hook_moves_gradients"]
         assert moved == 4 * each
-        *states, dtype = result["job_hook_errors"]
+        states = result["job_hook_errors"]
         assert all("ddp_comm_hook: state must be" in text for text in states[:2]) and all("DDPHookState: " in text for text in states[2:])
-        assert len(states) == 4 and "complex64" in dtype and "float32" in dtype
+        assert len(states) == 4
 
 
-@pytest.mark.parametrize("function", ["job_one_dies", "job_one_dies_in_the_group"])
-def test_a_dead_worker_ends_backward_on_the_others(tmp_path: Path, function: str) -> None:
-    finished = run_job(__file__, [function], tmp_path, workers=3, BPSX_DEADLOCK_SECONDS="60")
-    for rank in (0, 2):
+@pytest.mark.parametrize(("function", "workers"), [("job_one_dies", 3), ("job_one_dies_in_the_group", 2)])
+def test_a_dead_worker_ends_backward_on_the_others(tmp_path: Path, function: str, workers: int) -> None:
+    finished = run_job(__file__, [function], tmp_path, workers=workers, BPSX_DEADLOCK_SECONDS="60")
+    for rank in [0, 2][:workers - 1]:
         message = finished.results[rank][function] if rank in finished.results else finished.output
         assert "PeerLostError: worker 1" in message, message
 

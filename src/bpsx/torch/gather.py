@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,9 +34,10 @@ class Gathering:
         return all(h.done() for h in self._handles)
 
     def wait(self, timeout: float | None = None) -> Sequence[torch.Tensor]:
-        """The tensors, by rank. Raises what made the first part fail; ``timeout``, in seconds, is for each part."""
+        """The tensors, by rank. Raises what made the first part fail, or :class:`TimeoutError` after ``timeout`` seconds."""
+        end = None if timeout is None else time.monotonic() + timeout
         for handle in self._handles:
-            handle.wait(timeout)
+            handle.wait(None if end is None else max(0.0, end - time.monotonic()))
         for output, stage in zip(self._outputs, self._stages, strict=True):
             if stage is not output:
                 with torch.no_grad():
