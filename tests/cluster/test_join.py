@@ -115,6 +115,7 @@ def test_a_joined_worker_is_not_blamed_for_a_stall():
                 bpsx.push_pull(np.ones(1), "left" if bpsx.rank() == 1 else "right")
             except bpsx.StallError as e:
                 report(str(e))
+            bpsx.barrier()      # who joins at once would complete the other's sum, if that has not heard yet
         bpsx.join()
     """, workers=3, env={"BPSX_DEADLOCK_SECONDS": "6", "BPSX_STALL_WARN_SECONDS": "3"}) as job:
         _, one, two = job.results()

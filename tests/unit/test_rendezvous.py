@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpsx.config import Config, fingerprint
 from bpsx.placement import Placement
 from bpsx.rendezvous import messages
+from bpsx.rendezvous.hub import Hub
 from bpsx.rendezvous.membership import Membership
 from bpsx.rendezvous.registry import Registry
 from bpsx.rendezvous.stall import Stalls
@@ -297,7 +299,33 @@ def test_pushed_by_all_and_not_answered_is_told_too():
     s = Stalls(10, 30)
     for rank in (0, 1):
         s.report(rank, [["a", 0, 0, 31.0]], False)
-    assert "not answered by the server" in s.warnings([0, 1], 1.0)[0][1]
+    assert "its sum is not back yet" in s.warnings([0, 1], 1.0)[0][1]
+
+
+# ---- the hub
+
+class _Deaf:
+    """A socket to a scheduler's nodes of whom some are dead, which is found out by sending to them."""
+
+    def __init__(self, dead: set[bytes]) -> None:
+        self.dead = dead
+        self.sent: list[tuple[bytes, str]] = []
+
+    def send_multipart(self, frames: list[bytes]) -> None:
+        if frames[0] in self.dead:
+            raise zmq.ZMQError(zmq.EHOSTUNREACH)
+        self.sent.append((frames[0], messages.decode(frames[1])["type"]))
+
+
+def test_a_server_hears_of_the_failure_before_the_end_when_all_workers_die_at_once():
+    m = members(2, 1)
+    for r in range(2):      # before the server: so they are the first to be told
+        m.hello(b"w%d" % r, hello("worker", r, 2, 1))
+    m.hello(b"s0", hello("server", -1, 2, 1))
+    hub = object.__new__(Hub)
+    hub._members, hub._broke, hub._socket = m, "its connection broke", _Deaf({b"w0", b"w1"})
+    hub._send(hub._members.gone(b"w0", hub._broke))
+    assert hub._socket.sent == [(b"s0", "LOST"), (b"s0", "END")]
 
 
 # ---- messages

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +267,9 @@ class Hub:
         return self._members.bye(ident, message)
 
     def _send(self, outputs: list[Output]) -> None:
-        for ident, message in outputs:
+        pending = deque(outputs)
+        while pending:
+            ident, message = pending.popleft()
             if message["type"] == "WARN":
                 log.warning("%s", message["text"])
             fields = dict(message)
@@ -275,4 +278,5 @@ class Hub:
             except zmq.ZMQError as e:
                 if e.errno != zmq.EHOSTUNREACH:
                     raise
-                self._send(self._members.gone(ident, self._broke))
+                # What follows from this death comes after what was to be said before: no server may hear of the end before the failure.
+                pending += self._members.gone(ident, self._broke)

@@ -222,6 +222,8 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
     cdef uint32_t who = 0
     cdef int64_t begin = 0
     cdef int rc
+    if lane.dropped:
+        return -1               # this lane is ending, and the scheduler will tell why
     if e == NULL or h.epoch != lane.epoch:
         send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)
         return -1
