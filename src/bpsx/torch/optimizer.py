@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-import sys
 import warnings
 import weakref
 from collections import Counter
@@ -87,14 +86,8 @@ def mix_in(mixin: type[_DistributedOptimizer], optimizer: torch.optim.Optimizer,
     if scheduled:
         _patch_step_again(optimizer)
     exchange.attach()
-    weakref.finalize(optimizer, _let_go, exchange).atexit = False
+    weakref.finalize(optimizer, exchange.detach).atexit = False
     return optimizer
-
-
-def _let_go(exchange: Exchange, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-    """The optimizer is gone. When the interpreter ends, what would take the hooks off may be gone before, and nobody needs it."""
-    if not ending():
-        exchange.detach()
 
 
 if TYPE_CHECKING:
