@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import weakref
 from collections import OrderedDict, defaultdict
@@ -112,6 +113,7 @@ class _Barrier(Exchange):
         self._steps_left = steps
         self.idle = False               # no forward pass that could lead to gradients since step()
         super().__init__(names, compression, passes, active, sparse_as_dense)
+        _alive.add(self)
 
     def serve(self, model: nn.Module, optimizer: _CrossBarrier) -> None:
         self._serving = Serving(model, [m.parameter for m in self._managed], self)
@@ -125,6 +127,13 @@ class _Barrier(Exchange):
         super().detach()
         self._gone = True
         self._let_go()
+
+    def forget(self) -> None:
+        """Take all hooks off, whatever is pending, and leave nothing to do later."""
+        self._pending.clear()
+        self.detach()
+        if self.finalizer is not None:
+            self.finalizer.detach()
 
     def _let_go(self) -> None:
         if not self._pending:
@@ -257,6 +266,18 @@ class _Barrier(Exchange):
             if key not in changed:
                 changed[key] = value
                 original[key] = value
+
+
+#: Those whose hooks may still be on a model. Hooks that outlive what they are made of make noise when the interpreter takes itself apart.
+_alive: weakref.WeakSet[_Barrier] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for barrier in list(_alive):
+        barrier.forget()
+
+
+atexit.register(_forget_all)
 
 
 def _plain(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
