@@ -31,7 +31,7 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 class Mixed(nn.Module):
     """Attention (whose output projection is never called), tied weights, a module called twice, a frozen one, a branch that is not always used,
-    a parameter of the model's own, one used by another module than its owner."""
+    a parameter of the model's own, some used by another module than their owner, one of them before its owner is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,6 +48,7 @@ class Mixed(nn.Module):
 
     def forward(self, tokens: torch.Tensor, side: bool = False) -> torch.Tensor:
         x = self.embed(tokens) + self.position
+        x = x * (1 + self.twice.bias)       # before its module is called
         x = self.norm(x + self.attend(x, x, x, need_weights=False)[0])
         x = torch.tanh(self.frozen(self.twice(torch.tanh(self.twice(x)))))
         if side:
