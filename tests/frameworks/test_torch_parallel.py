@@ -107,10 +107,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Part]] = {
     "reentrant": (lambda: Checkpointed(True), mean_square),
     "compiled": (lambda: torch.compile(network(), backend="aot_eager"), mean_square),
 }
-MAKERS: dict[str, Any] = {
-    "plain": lambda p: torch.optim.Adam(p, lr=0.01),
-    "compiled": lambda p: torch.optim.Adam(p, lr=0.01),
-}
+MAKERS: dict[str, Any] = dict.fromkeys(("plain", "compiled"), lambda p: torch.optim.Adam(p, lr=0.01))
 
 
 def made(name: str, seed: int = 1) -> nn.Module:
@@ -271,10 +268,8 @@ def job_checkpoint() -> Any:
 
 
 def job_fp16() -> Any:
-    torch.manual_seed(1)
-    model = DistributedDataParallel(network(), compression=bps.Compression.fp16)
-    x, y = rows(0, bps.rank())
-    (model(x.float()) - y.float()).pow(2).mean().backward()
+    model = DistributedDataParallel(made("plain"), compression=bps.Compression.fp16)
+    mean_square(model, *rows(0, bps.rank()), bps.rank(), 0)
     return found_in(model)
 
 
@@ -343,6 +338,14 @@ def alone(name: str, size: int, passes: Callable[[nn.Module, int, int], None]) -
                 p.grad /= size
         optimizer.step()
     return found_in(model)
+
+
+def joined(model: nn.Module, size: int) -> nn.Module:
+    """``model`` with the gradients of the first step's joined batch."""
+    for rank in range(size):
+        x, y = rows(0, rank)
+        ((model(x) - y).pow(2).mean() / size).backward()
+    return model
 
 
 def close(ours: list[Any], expected: list[Any]) -> None:
@@ -451,12 +454,7 @@ def test_checkpoint_and_resume(job: Finished) -> None:
 
 
 def test_fp16_on_the_wire(job: Finished) -> None:
-    torch.manual_seed(1)
-    model = network()
-    for rank in range(len(job.results)):
-        x, y = rows(0, rank)
-        ((model(x.float()) - y.float()).pow(2).mean() / len(job.results)).backward()
-    found = each(job, "job_fp16")
+    model, found = joined(made("plain"), len(job.results)), each(job, "job_fp16")
     for ours in found:
         assert same_bits(ours, found[0])
         for a, b in zip(ours, found_in(model), strict=True):
@@ -469,13 +467,7 @@ def test_a_pass_that_fails_half_way(job: Finished) -> None:
     for which in (1, 2):
         found = [f[which] for f in each(job, "job_failed_pass")]
         assert all(same_bits(f, found[0]) for f in found)
-    model = made("plain")
-    for rank in range(len(job.results)):
-        mean_square(model, *rows(0, rank), rank, 0)
-    for p in model.parameters():
-        assert p.grad is not None
-        p.grad /= len(job.results)
-    close(each(job, "job_failed_pass")[0][2], found_in(model))
+    close(each(job, "job_failed_pass")[0][2], found_in(joined(made("plain"), len(job.results))))
 
 
 def test_what_cannot_be_honoured_is_refused_by_name(job: Finished) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import weakref
 from collections import OrderedDict, defaultdict
@@ -106,10 +107,13 @@ class _Barrier(Exchange):
         self._pending: dict[int, tuple[Managed, _Pushed]] = {}     # by id of parameter: stepped, not updated
         self._options: list[dict[str, Any]] = []                    # of each group, when step() was called
         self._changed: list[dict[str, Any]] = []                    # what the update has made of them
-        self._held: _CrossBarrier | None = None                     # while something is pending, model and hooks keep the optimizer alive
+        # Of the optimizer, while something is pending, what an update needs: its own class, its attributes. Not the optimizer: that may go.
+        self._held: tuple[Any, dict[str, Any]] | None = None
+        self._gone = False
         self._steps_left = steps
         self.idle = False               # no forward pass that could lead to gradients since step()
         super().__init__(names, compression, passes, active, sparse_as_dense)
+        _alive.add(self)
 
     def serve(self, model: nn.Module, optimizer: _CrossBarrier) -> None:
         self._serving = Serving(model, [m.parameter for m in self._managed], self)
@@ -119,9 +123,23 @@ class _Barrier(Exchange):
         self._serving.add([m.parameter for m in self._managed])
 
     def detach(self) -> None:
-        """Take all hooks off."""
+        """The optimizer is gone: take the hooks off, those on modules when nothing is pending any more."""
         super().detach()
-        self._serving.end()
+        self._gone = True
+        self._let_go()
+
+    def forget(self) -> None:
+        """Take all hooks off, whatever is pending, and leave nothing to do later."""
+        self._pending.clear()
+        self.detach()
+        if self.finalizer is not None:
+            self.finalizer.detach()
+
+    def _let_go(self) -> None:
+        if not self._pending:
+            self._held = None
+            if self._gone:
+                self._serving.end()
 
     # ---- what Serving and hooks call
 
@@ -174,10 +192,10 @@ class _Barrier(Exchange):
             assert isinstance(managed.pushed, _Pushed)
             self._pending[id(managed.parameter)] = managed, managed.pushed
             managed.pushed = None
+        self._held = type(optimizer).__bases__[1], vars(optimizer)
         groups = vars(optimizer)["param_groups"]
         self._options = [{k: _noted(v) for k, v in group.items() if k != "params"} for group in groups]
         self._changed = [{} for _ in groups]
-        self._held = optimizer
         self._serving.watch_no_more()
         self.apply(self._serving.unserved)
         return True
@@ -200,19 +218,16 @@ class _Barrier(Exchange):
         if any(failures):
             failures += self._receive_all(list(self._pending.values()))
             self._pending.clear()
-            self._held = None
+            self._let_go()
             failure = next(f for f in failures if f is not None)
             failure.add_note("CrossBarrier: some modules have been updated and others have not: the weights are of two steps")
             raise failure
-        optimizer = self._held
-        assert optimizer is not None
         with _as_in_step():
-            self._step(optimizer, {id(managed.parameter) for managed, _ in pending})
+            self._step({id(managed.parameter) for managed, _ in pending})
         for (managed, pushed), grad in zip(pending, before, strict=True):
             if grad is not pushed.gradient:
                 managed.parameter.grad = grad
-        if not self._pending:
-            self._held = None
+        self._let_go()
 
     def _receive_all(self, pending: list[tuple[Managed, _Pushed]]) -> list[Exception | None]:
         def receive(managed: Managed) -> None:
@@ -224,10 +239,10 @@ class _Barrier(Exchange):
             failures.append(self._try(receive, managed))
         return failures
 
-    def _step(self, optimizer: _CrossBarrier, which: set[int]) -> None:
+    def _step(self, which: set[int]) -> None:
         """Let the optimizer's own class step on some parameters: a shallow copy that knows only these, with the options of then."""
-        theirs = vars(optimizer)
-        base: Any = type(optimizer).__bases__[1]
+        assert self._held is not None
+        base, theirs = self._held
         part = base.__new__(base)
         kept = {k: v for k, v in theirs.items() if k not in _OWN}
         vars(part).update(kept, state=theirs["state"], _optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
@@ -251,6 +266,18 @@ class _Barrier(Exchange):
             if key not in changed:
                 changed[key] = value
                 original[key] = value
+
+
+#: Those whose hooks may still be on a model. Hooks that outlive what they are made of make noise when the interpreter takes itself apart.
+_alive: weakref.WeakSet[_Barrier] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for barrier in list(_alive):
+        barrier.forget()
+
+
+atexit.register(_forget_all)
 
 
 def _plain(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -80,6 +80,7 @@ class Exchange:
         self._compression, self._passes, self._as_dense = compression or NoneCompressor, passes, sparse_as_dense
         self._managed: list[Managed] = []
         self._session: object = None    # in which job the kinds were agreed
+        self.finalizer: Any = None      # detaches when the optimizer goes
         self.add(names, attach=False)
 
     def add(self, names: list[tuple[str, torch.Tensor]], attach: bool = True) -> None:

@@ -157,8 +157,10 @@ def submit(
         stage_out = torch.empty(output.shape, dtype=output.dtype) if is_plain(source) else stage_in
     else:
         stage_out = stage_in if output is source else output.detach()
+    view = view_of(stage_in, dtype)
     handle: Handle = _adapter.session().push_pull(
-        known, view_of(stage_in, dtype), view_of(stage_out, dtype), average=average, priority=priority, will_wait=will_wait, result=output)
+        known, view, view if stage_out is stage_in else view_of(stage_out, dtype), average=average, priority=priority, will_wait=will_wait,
+        result=output)
     return StagedHandle(handle, stage_out, output) if staged else handle
 
 

@@ -85,7 +85,8 @@ def mix_in(mixin: type[_DistributedOptimizer], optimizer: torch.optim.Optimizer,
     if scheduled:
         _patch_step_again(optimizer)
     exchange.attach()
-    weakref.finalize(optimizer, exchange.detach).atexit = False
+    exchange.finalizer = weakref.finalize(optimizer, exchange.detach)
+    exchange.finalizer.atexit = False
     return optimizer
 
 

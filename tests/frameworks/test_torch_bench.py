@@ -1,0 +1,39 @@
+"""``python -m bench torch`` runs, and reports what it says. No figure is judged here."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_step_runs_and_reports(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "bench", "torch", "--quick", "--only", "step", "--models", "mlp", "--json"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    cases = {c["case"]: c for c in json.loads(done.stdout)["cases"]}
+    steps = [f"step-mlp-{transport}{way}" for transport in ("tcp", "machine") for way in ("", "-barrier", "-ddp")]
+    assert list(cases) == ["alone-mlp", *steps]
+    assert all(c["unit"] == "ms" and c["value"] > 0 and c["peer"] == cases["alone-mlp"]["peer"] and c["samples"] for c in cases.values())
+    assert {n for n, c in cases.items() if c["target"]} == {"step-mlp-tcp", "step-mlp-machine"}
+
+
+def test_unknown_cases_and_models_are_named() -> None:
+    for option in ("--only", "--models"):
+        done = subprocess.run([sys.executable, "-m", "bench", "torch", option, "nothing"], cwd=ROOT, capture_output=True, text=True, timeout=60,
+                              check=False)
+        assert done.returncode == 1 and "no nothing" in done.stderr
+
+
+@pytest.mark.parametrize("spans, joined", [
+    ([], []), ([(1, 2), (3, 4)], [(1, 2), (3, 4)]), ([(3, 4), (1, 3)], [(1, 4)]), ([(1, 9), (2, 3), (8, 10)], [(1, 10)]),
+])
+def test_time_under_way_is_counted_once(monkeypatch: pytest.MonkeyPatch, spans: list[tuple[float, float]], joined: list[tuple[float, float]]) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    assert importlib.import_module("bench.torch_worker")._joined(spans) == joined
