@@ -63,7 +63,7 @@ def CrossBarrier(  # noqa: N802  (BytePS's name)
     ``skip_synchronize()``, with step hooks, with a gradient scaler that is fused into it.
 
     ``model`` may be copied while nothing is pending; copies of both are ordinary ones. With sparse gradients every step is taken at once, unless
-    ``sparse_as_dense``. The other arguments and methods are those of :func:`~bpsx.torch.DistributedOptimizer`; ``synchronize()`` right
+    ``sparse_as_dense``; a parameter that no worker has used in the first step has dense ones. The other arguments and methods are those of :func:`~bpsx.torch.DistributedOptimizer`; ``synchronize()`` right
     after ``step()`` applies what is pending and pushes nothing.
 
     Raises what :func:`~bpsx.torch.DistributedOptimizer` raises, and :class:`~bpsx.errors.ConfigError` for optimizers that look across
@@ -101,6 +101,8 @@ def _check_alone(optimizer: torch.optim.Optimizer) -> None:
 
 class _Barrier(Exchange):
     """The exchange of gradients, and the updates that wait for it."""
+
+    decides_early = True        # to ask is to wait for the slowest worker, in every step
 
     def __init__(self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor], passes: int, active: bool, steps: int,
                  sparse_as_dense: bool) -> None:

@@ -69,6 +69,8 @@ class Exchange:
     """
 
     asynchronous = False
+    #: Whether a parameter that nobody has used in the first step counts as dense from then on, so that no later step has to ask.
+    decides_early = False
 
     def __init__(
         self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor] | None, passes: int, active: bool,
@@ -229,6 +231,8 @@ class Exchange:
                                            "other on all of them; sparse_as_dense=True sends it dense"))
             elif sparse or dense:
                 m.kind, m.sparse_dim = (Kind.SPARSE, dims // sparse) if sparse else (Kind.DENSE, 1)
+            elif self.decides_early:
+                m.kind = Kind.DENSE
         return found
 
     def _push(self, managed: Managed) -> None:
