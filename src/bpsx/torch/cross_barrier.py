@@ -63,8 +63,9 @@ def CrossBarrier(  # noqa: N802  (BytePS's name)
     ``skip_synchronize()``, with step hooks, with a gradient scaler that is fused into it.
 
     ``model`` may be copied while nothing is pending; copies of both are ordinary ones. With sparse gradients every step is taken at once, unless
-    ``sparse_as_dense``; a parameter that no worker has used in the first step has dense ones. The other arguments and methods are those of :func:`~bpsx.torch.DistributedOptimizer`; ``synchronize()`` right
-    after ``step()`` applies what is pending and pushes nothing.
+    ``sparse_as_dense``; a parameter that no worker has used in the first step has dense ones. The other arguments
+    and methods are those of :func:`~bpsx.torch.DistributedOptimizer`; ``synchronize()`` right after ``step()`` applies what is pending and
+    pushes nothing.
 
     Raises what :func:`~bpsx.torch.DistributedOptimizer` raises, and :class:`~bpsx.errors.ConfigError` for optimizers that look across
     parameters, compiled and scripted modules, and asynchronous training. Whatever makes a push fail is raised by the forward pass, or what else comes
