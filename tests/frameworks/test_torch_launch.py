@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import re
 import socket
 import subprocess
 import sys
@@ -55,73 +55,89 @@ DYING = """
     import torch
     import bpsx.torch as bps
 
-    if sys.argv[1] == "before" and os.environ["RANK"] == "1":
-        print("READY", os.getpid(), flush=True)
+    def pause(**_):
+        print("READY", flush=True)
         signal.pause()
-    print("READY", os.getpid(), flush=True)
+
+    if sys.argv[1] == "before" and os.environ["RANK"] == "1":
+        import bpsx.api
+        bpsx.api.begin = pause      # where it would join the job for which the scheduler has been started
     bps.init()
     bps.push_pull(torch.ones(2))
-    print("READY again", flush=True)
-    if os.environ["RANK"] == "0" or sys.argv[1] != "raises":
-        while True:
-            bps.push_pull(torch.ones(2), name="x")
-    raise ValueError("worker 1 has had enough")
+    print("READY", flush=True)
+    if sys.argv[1] == "raises" and os.environ["RANK"] == "1":
+        raise ValueError("worker 1 has had enough")
+    while True:
+        bps.push_pull(torch.ones(2), name="x")
 """
 
 
 class Torchrun:
-    """A torchrun for each of ``machines`` machines, which are this one; leaving the block ends what is left of them."""
+    """A torchrun for each of the machines with ``each`` processes, all of them this one; or, ``by_hand``, the workers as it would start them,
+    without a store of its own. Leaving the block ends what is left of them."""
 
-    def __init__(self, folder: Path, source: str, *arguments: str, each: tuple[int, ...] = (2,), **environment: str) -> None:
+    def __init__(self, folder: Path, source: str, *arguments: str, each: tuple[int, ...] = (2,), by_hand: bool = False, **environment: str) -> None:
         script = folder / "script.py"
         script.write_text(textwrap.dedent(source))
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_", "PS_"))}
         if "BPSX_CACHE_DIR" in os.environ:
             clean["BPSX_CACHE_DIR"] = os.environ["BPSX_CACHE_DIR"]
-        # What of ours is still there is found by this.
-        self.mark = f"BPSX_TEST_MARK={folder}"
-        env = {**clean, "OMP_NUM_THREADS": "1", "BPSX_RENDEZVOUS_TIMEOUT": "60", "BYTEPS_SOCKET_PATH": str(folder), **environment}
-        env[self.mark.partition("=")[0]] = str(folder)
+        self._mark = f"TEST_MARK={folder}"       # by which our processes are found
+        self._env = {**clean, "OMP_NUM_THREADS": "1", "BPSX_RENDEZVOUS_TIMEOUT": "60", "BYTEPS_SOCKET_PATH": str(folder), "TEST_MARK": str(folder),
+                     **environment}
+        self._folder, self._command = folder, [str(script), *arguments]
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
-            port = str(s.getsockname()[1])
-        where = ["--standalone"] if len(each) == 1 else ["--master-addr", "127.0.0.1", "--master-port", port, "--nnodes", str(len(each))]
-        self.agents = [
-            subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *where, *(["--node-rank", str(i)] if len(each) > 1 else []),
-                              "--nproc-per-node", str(n), str(script), *arguments],
-                             env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=folder)
-            for i, n in enumerate(each)]
+            self._port = str(s.getsockname()[1])
+        reader, self._writer = os.pipe()
+        self.output = os.fdopen(reader, errors="replace")
+        self.processes = self._by_hand(each) if by_hand else self._agents(each)
+        os.close(self._writer)
+
+    def _start(self, command: list[str], **environment: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, *command], env={**self._env, **environment}, stdout=self._writer, stderr=self._writer,
+                                start_new_session=True, cwd=self._folder)
+
+    def _agents(self, each: tuple[int, ...]) -> list[subprocess.Popen[bytes]]:
+        options = ["--master-addr", "127.0.0.1", "--master-port", self._port, "--nnodes", str(len(each))]
+        return [self._start(["-m", "torch.distributed.run", *options, "--node-rank", str(i), "--nproc-per-node", str(n), *self._command])
+                for i, n in enumerate(each)]
+
+    def _by_hand(self, each: tuple[int, ...]) -> list[subprocess.Popen[bytes]]:
+        places = [(group, local, n) for group, n in enumerate(each) for local in range(n)]
+        return [self._start(self._command, RANK=str(rank), WORLD_SIZE=str(len(places)), LOCAL_RANK=str(local), LOCAL_WORLD_SIZE=str(n),
+                            GROUP_RANK=str(group), MASTER_ADDR="127.0.0.1", MASTER_PORT=self._port)
+                for rank, (group, local, n) in enumerate(places)]
 
     def __enter__(self) -> Torchrun:
         return self
 
     def wait(self) -> tuple[list[int], str]:
-        """Exit statuses and all output. The output ends when the last process that writes to it has ended: ours, too."""
-        texts = [agent.communicate(timeout=DEADLINE)[0] for agent in self.agents]
-        return [agent.returncode for agent in self.agents], "".join(texts)
+        """Exit statuses and all output. It ends when the last process that could write to it has ended: what was started beside, too."""
+        text = self.output.read()
+        return [process.wait(DEADLINE) for process in self.processes], text
 
     def left(self) -> list[str]:
         """Command lines of processes of this test that are there."""
         found = []
         for entry in Path("/proc").iterdir():
             try:
-                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                if entry.name.isdigit() and self._mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
                     found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
             except OSError:
                 continue
         return found
 
     def __exit__(self, *_: object) -> None:
-        for agent in self.agents:
-            if agent.poll() is None:
-                agent.kill()
-            if agent.stdout is not None:
-                agent.stdout.close()
-            agent.wait()
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        self.output.close()
 
 
 def places(text: str) -> list[list[Any]]:
-    return sorted(json.loads(line.partition("PLACE ")[2]) for line in text.splitlines() if "PLACE " in line)
+    return sorted(json.loads(found) for found in re.findall(r"PLACE (\[.*?\])", text))
 
 
 # ---- under bpsx-run
@@ -159,11 +175,12 @@ def test_pytorchs_own_variables_come_first(tmp_path: Path) -> None:
 # ---- under torchrun
 
 def test_torchrun_on_one_machine(tmp_path: Path) -> None:
-    """Twice in a process: a scheduler for each, no server, and nothing is left."""
-    with Torchrun(tmp_path, PLACES) as job:
+    """Twice in a process, then as a backend: a scheduler for each, no server, and nothing is left."""
+    with Torchrun(tmp_path, textwrap.dedent(PLACES) + textwrap.dedent(GROUPS).replace("range(2)", "range(1)"), "bpsx") as job:
         statuses, output = job.wait()
         assert statuses == [0], output[-3000:]
         assert places(output) == [[turn, rank, rank, 2, rank, 2, 1, 0, True, 2.0] for turn in range(2) for rank in range(2)]
+        assert all(f"worked: bpsx {rank} 2" in output for rank in range(2))
         assert not job.left()
 
 
@@ -175,24 +192,17 @@ def test_torchrun_on_two_machines(tmp_path: Path) -> None:
         assert not job.left()
 
 
-def test_torchrun_with_uneven_machines(tmp_path: Path) -> None:
+def test_uneven_machines(tmp_path: Path) -> None:
     """Each process becomes a machine of its own; rank() is RANK all the same."""
-    with Torchrun(tmp_path, PLACES, each=(2, 1)) as job:
+    with Torchrun(tmp_path, PLACES, each=(2, 1), by_hand=True) as job:
         statuses, output = job.wait()
-        assert statuses == [0, 0], output[-3000:]
+        assert statuses == [0, 0, 0], output[-3000:]
         assert places(output) == [[turn, rank, rank, 3, 0, 1, 3, 3, True, 3.0] for turn in range(2) for rank in range(3)]
         assert "machine of its own" in output and not job.left()
 
 
-def test_the_backend_and_gloo_under_torchrun(tmp_path: Path) -> None:
-    with Torchrun(tmp_path, GROUPS.replace("range(2)", "range(1)"), "bpsx", BYTEPS_FORCE_DISTRIBUTED="1") as job:
-        statuses, output = job.wait()
-        assert statuses == [0], output[-3000:]
-        assert all(f"worked: bpsx {rank} 2" in output for rank in range(2)) and not job.left()
-
-
 def test_a_single_process_needs_nothing(tmp_path: Path) -> None:
-    with Torchrun(tmp_path, PLACES, each=(1,)) as job:
+    with Torchrun(tmp_path, PLACES, each=(1,), by_hand=True) as job:
         statuses, output = job.wait()
         assert statuses == [0], output[-3000:]
         assert places(output) == [[turn, 0, 0, 1, 0, 1, 1, 0, False, 1.0] for turn in range(2)]
@@ -200,41 +210,35 @@ def test_a_single_process_needs_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["before", "running"])
 def test_killed_workers_leave_nothing(tmp_path: Path, when: str) -> None:
-    """torchrun and all workers are killed; what they had started sees that by itself. Before the job has begun and after."""
-    with Torchrun(tmp_path, DYING, when, each=(2,), BYTEPS_FORCE_DISTRIBUTED="1", BYTEPS_LOG_LEVEL="info") as job:
-        stream = job.agents[0].stdout
-        assert stream is not None
-        workers, seen = [], ""
-        wanted = "listening on" if when == "before" else "READY again"
-        for line in stream:
+    """What they had started sees that by itself: before the job has begun, and after."""
+    with Torchrun(tmp_path, DYING, when, by_hand=True, BYTEPS_FORCE_DISTRIBUTED="1", BYTEPS_LOG_LEVEL="info") as job:
+        ready = ("READY", "has come: server 0") if when == "before" else ("READY", "READY")
+        seen = ""
+        for line in job.output:
             seen += line
-            if "READY" in line and "again" not in line:
-                workers.append(int(line.split()[-1]))
-            if len(workers) == 2 and wanted in seen:
+            if all(seen.count(text) >= ready.count(text) for text in ready):
                 break
-        assert len(workers) == 2, seen
-        for process in [job.agents[0].pid, *workers]:
-            os.kill(process, signal.SIGKILL)
-        # Its end comes when the scheduler and the server, too, have closed it.
-        rest = stream.read()
-        assert any("bpsx.rendezvous" in text for text in job.left()) is False, job.left()
+        assert len(job.left()) == 4, seen
+        for process in job.processes:
+            process.kill()
+        rest = job.output.read()        # to its end, which comes when scheduler and server, too, have closed it
         assert not job.left()
         assert "the end of the worker that had started it" in rest if when == "before" else "is gone" in rest, rest
 
 
 def test_a_worker_that_raises_ends_the_job(tmp_path: Path) -> None:
-    with Torchrun(tmp_path, DYING, "raises") as job:
+    with Torchrun(tmp_path, DYING, "raises", by_hand=True) as job:
         statuses, output = job.wait()
-        assert statuses != [0] and "worker 1 has had enough" in output
+        assert statuses == [1, 1] and "ended by ValueError: worker 1 has had enough" in output, output[-3000:]
         assert not job.left()
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_on_all(tmp_path: Path) -> None:
     """The user's own scheduler: its variables are used, and have to fit torchrun's machines."""
-    with Torchrun(tmp_path, "import bpsx.torch as bps\nbps.init()", DMLC_PS_ROOT_URI="127.0.0.1", DMLC_PS_ROOT_PORT="1", DMLC_NUM_WORKER="7",
-                  DMLC_NUM_SERVER="1") as job:
+    with Torchrun(tmp_path, "import bpsx.torch as bps\nbps.init()", by_hand=True, DMLC_PS_ROOT_URI="127.0.0.1", DMLC_PS_ROOT_PORT="1",
+                  DMLC_NUM_WORKER="7", DMLC_NUM_SERVER="1") as job:
         statuses, output = job.wait()
-        assert statuses == [1] and "DMLC_NUM_WORKER=7, but torchrun has 1 machines" in output, output[-3000:]
+        assert statuses == [1, 1] and output.count("DMLC_NUM_WORKER=7, but torchrun has 1 machines") == 2, output[-3000:]
 
 
 pytestmark = pytest.mark.timeout(300)
