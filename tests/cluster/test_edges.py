@@ -126,6 +126,22 @@ def test_exit_functions_run_once_and_the_status_tells():
         assert job.workers[0].reports() == ["running", "after", "before"]
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_lives_to_the_interpreters_end_ends_in_silence(processes: int):
+    """What holds the session may go last of all, when modules have lost their names: a cycle that hangs on a module which C code holds."""
+    with Job("""
+        import bpsx, numpy as np
+        from bpsx import _core
+        from bpsx.api import session
+        bpsx.init()
+        bpsx.push_pull(np.ones(5), name="x")
+        _core.last = last = [session()]
+        last.append(last)
+    """, workers=2, servers=2 - processes, processes=processes) as job:
+        job.results()
+        assert all(w.text().endswith("stderr") for w in job.workers), [w.text() for w in job.workers]
+
+
 def test_a_caught_error_of_one_tensor_does_not_hide_a_later_death():
     with Job("""
         import bpsx, numpy as np

@@ -14,6 +14,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, mmap, munmap
+from posix.unistd cimport close as close_descriptor
 
 from bpsx.core.machine cimport N_DTYPES, Machine as CMachine, Neighbour
 from bpsx.core.post cimport Ring, Segment
@@ -158,16 +159,17 @@ cdef class Machine:
 
     def close(self) -> None:
         """Unmap everything. Idempotent; after the core has been closed."""
+        # No os.close: when the interpreter ends, this module's names may have gone before us.
         cdef uint32_t i
         for i in range(self.c.size):
             if self.c.all[i].segment != NULL:
                 munmap(self.c.all[i].segment, self.c.all[i].nbytes)
                 self.c.all[i].segment = NULL
             if self.c.all[i].wake_fd >= 0:
-                os.close(self.c.all[i].wake_fd)
+                close_descriptor(self.c.all[i].wake_fd)
                 self.c.all[i].wake_fd = -1
         if self.descriptor >= 0:
-            os.close(self.descriptor)
+            close_descriptor(self.descriptor)
             self.descriptor = -1
 
     def __dealloc__(self):
@@ -257,4 +259,4 @@ cdef class QuietEndpoint:
 
     def __dealloc__(self):
         if self.wake_fd >= 0:
-            os.close(self.wake_fd)
+            close_descriptor(self.wake_fd)

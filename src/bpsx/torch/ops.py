@@ -168,14 +168,16 @@ def _noname(tensor: torch.Tensor) -> str:
     return f"push_pull.noname.{dtype_name(tensor)}.{tuple(tensor.shape)}"
 
 
-def _checked(tensor: Any, name: str | None, version: int) -> str:
-    _check_arguments(name, version)
+def _checked(tensor: Any, average: bool, name: str | None, version: int) -> str:
+    _check_arguments(average, name, version)
     what = f"push_pull of {name!r}" if name else "push_pull"
     check_tensor(tensor, what)
     return what
 
 
-def _check_arguments(name: Any, version: Any) -> None:
+def _check_arguments(average: Any, name: Any, version: Any) -> None:
+    if not isinstance(average, int):    # a name or an operation that has got into its place would be an average
+        raise ConfigError(f"push_pull: average must be True or False, not {average!r}")
     if name is not None and not isinstance(name, str):
         raise ConfigError(f"push_pull: name must be a string, not {type(name).__name__}")
     if not isinstance(version, int):
@@ -183,7 +185,7 @@ def _check_arguments(name: Any, version: Any) -> None:
 
 
 def _begin(tensor: torch.Tensor, average: bool, name: str | None, version: int, priority: int, inplace: bool, will_wait: bool) -> Handle:
-    what = _checked(tensor, name, version)
+    what = _checked(tensor, average, name, version)
     if inplace:
         if tensor.grad_fn is not None and torch.is_grad_enabled():
             raise UnsupportedTensor(f"{what}: the tensor is the result of an operation that autograd follows, and would not know of being "
@@ -280,9 +282,9 @@ def push_pull(
     if isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo:
         from bpsx.torch.sparse import push_pull_sparse  # it is built on this module
 
-        _check_arguments(name, version)
+        _check_arguments(average, name, version)
         return push_pull_sparse(tensor, average, name, compression)
-    _checked(tensor, name, version)
+    _checked(tensor, average, name, version)
     return _differentiable(tensor, _Options(average, name or _noname(tensor), priority, compression))
 
 

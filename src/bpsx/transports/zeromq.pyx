@@ -9,7 +9,6 @@ routing id is a tag byte, a 32-bit index (the rank of a worker, or the worker's 
 token before its first message (``door.py``), or, encrypted, can only begin with keys that come from the job secret.
 """
 import ctypes
-import os
 
 import zmq
 import zmq.backend.cython._zmq as _zmq_module
@@ -19,6 +18,7 @@ from cpython.pycapsule cimport PyCapsule_New
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcmp, memcpy
+from posix.unistd cimport close as close_descriptor
 
 from bpsx.core.sync cimport atomic_add, atomic_load
 from bpsx.transports.abi cimport Endpoint, Message, done_fn
@@ -418,6 +418,7 @@ cdef class ZeroMQEndpoint:
         self.context.term()
 
     def __dealloc__(self):
-        # The descriptor goes last: a done callback that runs while the context ends may still wake us.
+        # The descriptor goes last: a done callback that runs while the context ends may still wake us. Not with os.close: when the interpreter
+        # ends, this module's names may have gone before us.
         if self.state.wake_fd >= 0:
-            os.close(self.state.wake_fd)
+            close_descriptor(self.state.wake_fd)

@@ -1,0 +1,131 @@
+"""Scripts for BytePS, Horovod and DDP, and what they become: docs/migrating.md shows the difference, and they train.
+
+    python tests/frameworks/test_torch_migrating.py         # write the differences into the page
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch_job import launch
+
+import bpsx
+import bpsx.torch as bps
+import bpsx.torch.cross_barrier
+import bpsx.torch.parallel
+
+pytestmark = pytest.mark.timeout(300)
+SCRIPTS = Path(__file__).parent / "migrating"
+PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
+#: What the page has to show: <!-- BEFORE AFTER -->, and the difference behind it.
+SHOWN = re.compile(r"<!-- (\S+) (\S+) -->\n(?:\n```diff\n.*?```\n)?", re.S)
+#: What can be imported from byteps.torch.
+BYTEPS = [
+    "Compression", "DistributedOptimizer", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "byteps_push_pull", "declare",
+    "init", "local_rank", "local_size", "poll", "push_pull", "rank", "resume", "shutdown", "size", "suspend", "synchronize",
+]
+
+
+def difference(before: str, after: str) -> str:
+    lines = [(SCRIPTS / name).read_text().splitlines() for name in (before, after)]
+    return "\n".join(difflib.unified_diff(*lines, before, after, n=1, lineterm="")) + "\n"
+
+
+def written(text: str) -> str:
+    """The page as it has to be."""
+    return SHOWN.sub(lambda m: f"<!-- {m[1]} {m[2]} -->\n\n```diff\n{difference(m[1], m[2])}```\n", text)
+
+
+# ---- the page
+
+def test_the_page_shows_the_differences() -> None:
+    text = PAGE.read_text()
+    assert text == written(text), f"run: python {Path(__file__).name}"
+    assert {m[2] for m in SHOWN.finditer(text)} == {p.name for p in SCRIPTS.glob("*_after*.py")}
+
+
+def test_the_page_names_what_there_is() -> None:
+    text = re.sub(r"```.*?```", "", PAGE.read_text(), flags=re.S)
+    named = {(module, name) for module, name in re.findall(r"\b(bps|bpsx|dist)\.([a-zA-Z_]\w*)", text)} - {("bpsx", "torch")}
+    places = {"bps": bps, "bpsx": bpsx, "dist": torch.distributed}
+    assert len(named) > 30
+    assert [n for n in named if not hasattr(places[n[0]], n[1])] == []
+    for link in re.findall(r"\]\(([^)#]+)", text):
+        assert (PAGE.parent / link).exists(), link
+
+
+def test_only_imports_differ_from_byteps() -> None:
+    before, after = ((SCRIPTS / f"byteps_{which}.py").read_text() for which in ("before", "after"))
+    assert after == before.replace("byteps.torch", "bpsx.torch")
+    changed = [line for line in difference("byteps_before.py", "byteps_after.py").splitlines()[2:] if line.startswith("+")]
+    assert len(changed) == 3 and all("import" in line for line in changed)
+    assert len(BYTEPS) == 18 and not [name for name in BYTEPS if not hasattr(bps, name)]
+
+
+def test_what_has_got_into_the_place_of_average_is_refused() -> None:
+    for wrong in (None, "loss", torch.distributed.ReduceOp.SUM):
+        for verb in (bps.push_pull, bps.push_pull_inplace, bps.push_pull_async, bps.push_pull_async_inplace):
+            with pytest.raises(bpsx.ConfigError, match="average must be True or False"):
+                verb(torch.ones(2), wrong)
+    with pytest.raises(bpsx.ConfigError, match="average must be True or False"):
+        bps.push_pull(torch.ones(2).to_sparse(), None)
+
+
+# ---- the scripts
+
+def losses(output: str, epochs: int = 3) -> list[float]:
+    """The loss before and after each epoch, once it is sure that it has fallen and that workers have the same weights at the end."""
+    found = [float(text) for text in re.findall(r"epoch \d: loss (\S+),", output)]
+    weights = dict(re.findall(r"worker (\d): weights add up to (\S+)", output))
+    assert len(found) == epochs + 1 and found[-1] < 0.7 * found[0], output
+    assert sorted(weights) == ["0", "1"] and weights["0"] == weights["1"], output
+    return found
+
+
+def trained(script: str, *arguments: str) -> list[float]:
+    status, output = launch([sys.executable, str(SCRIPTS / script), *arguments], workers=2, servers=1)
+    assert status == 0, output[-3000:]
+    for line in output.splitlines():
+        assert re.fullmatch(r"\[worker \d\] (epoch \d|worker \d): .*", line), output      # and nothing on the way out
+    return losses(output)
+
+
+def test_a_script_for_byteps() -> None:
+    ways = [trained("byteps_after.py", "--way", way) for way in ("cross-barrier", "module")]
+    assert ways[0] == ways[1]
+    assert trained("byteps_after.py", "--fp16-pushpull") == pytest.approx(ways[0], abs=0.02)
+
+
+def test_a_script_for_horovod() -> None:
+    trained("horovod_after.py", "--fp16-allreduce")
+
+
+def test_a_script_for_ddp() -> None:
+    """As it was, with gloo, and both that it becomes: the same losses."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    place = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [subprocess.Popen([sys.executable, str(SCRIPTS / "ddp_before.py")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                              env={**place, "RANK": str(rank)}) for rank in range(2)]
+    try:
+        output = "".join(p.communicate(timeout=120)[0] for p in ranks)
+    finally:
+        for p in ranks:
+            p.kill()
+    assert [p.returncode for p in ranks] == [0, 0], output
+    before = losses(output)
+    for script in ("ddp_after_backend.py", "ddp_after_hook.py"):
+        assert trained(script) == pytest.approx(before, abs=1e-3)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
