@@ -114,7 +114,7 @@ def test_gpt_with_a_checkpoint_that_is_none(tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.write_text("nothing of the kind")
     status, output = launch([sys.executable, str(EXAMPLES / "gpt.py"), *GPT, "--checkpoint", str(state)], workers=2, servers=1)
-    assert status == 1 and f"gpt.py: {state} cannot be used" in output and "Traceback" not in output, output
+    assert status == 2 and f"gpt.py: {state} cannot be used" in output and "Traceback" not in output, output
 
 
 @pytest.mark.parametrize("arguments", [
