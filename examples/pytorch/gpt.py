@@ -5,7 +5,8 @@
 
 The batch is shared out: with 1, 2 or 4 workers the same training is done, only faster. With ``--checkpoint FILE``, worker 0 writes the state there
 now and then and at the end; if the file exists, training goes on from it (only worker 0 needs to have it). A training that was interrupted ends
-with the same weights as one that was not.
+with the same weights as one that was not; with three workers or more to the last bit only if ``BPSX_FIXED_ORDER=1`` is set, since a sum of
+three depends on the order.
 """
 
 from __future__ import annotations
