@@ -4,7 +4,7 @@
 
 Trains the same network twice, with DistributedOptimizer and with CrossBarrier, and shows that the weights are the same bit for bit. What is gained
 is time on a slow network, where the gradients of the first layers, which backward makes last, then travel behind the forward pass. On one machine
-there is next to nothing to gain; ``python -m bench torch --only crossbarrier`` measures on links of 1 Gbit/s.
+there is nothing to gain, and each layer's own update costs a little; ``python -m bench torch --only crossbarrier`` measures on links of 1 Gbit/s.
 """
 
 from __future__ import annotations

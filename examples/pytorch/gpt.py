@@ -5,7 +5,8 @@
 
 The batch is shared out: with 1, 2 or 4 workers the same training is done, only faster. With ``--checkpoint FILE``, worker 0 writes the state there
 now and then and at the end; if the file exists, training goes on from it (only worker 0 needs to have it). A training that was interrupted ends
-with the same weights as one that was not.
+with the same weights as one that was not; with three workers or more to the last bit only if ``BPSX_FIXED_ORDER=1`` is set, since a sum of
+three depends on the order.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pydoc_data.topics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from models import GPT, fingerprint, parameters_of
@@ -82,6 +83,13 @@ def save(file: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: i
     os.replace(beside, file)
 
 
+def refuse(reason: str) -> NoReturn:
+    """End with status 2; on all workers, of which the first says why."""
+    if bps.rank() == 0:
+        print(f"gpt.py: {reason}", file=sys.stderr)
+    sys.exit(2)
+
+
 def begin(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Worker 0's state on all workers, from its checkpoint if there is one; the number of steps that have been made."""
     done, problem = 0, None
@@ -92,7 +100,7 @@ def begin(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Opt
             problem = f"{args.checkpoint} cannot be used: {e}"
     done, problem = bps.broadcast_object((done, problem), root_rank=0, name="progress")
     if problem is not None:
-        raise SystemExit(f"gpt.py: {problem}" if bps.rank() == 0 else 1)
+        refuse(problem)
     bps.broadcast_parameters(model.state_dict(), root_rank=0)
     bps.broadcast_optimizer_state(optimizer, root_rank=0)
     return int(done)
@@ -133,7 +141,7 @@ def main() -> int:
     bps.init()
     first, size = bps.rank() == 0, bps.size()
     if args.batch_size % size:
-        raise SystemExit(f"gpt.py: --batch-size {args.batch_size} cannot be shared out evenly to {size} workers" if first else 2)
+        refuse(f"--batch-size {args.batch_size} cannot be shared out evenly to {size} workers")
     torch.manual_seed(args.seed)
     model = GPT(BYTES, args.sequence, args.width, args.layers, args.heads)
     optimizer = bps.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=args.lr), named_parameters=model.named_parameters())

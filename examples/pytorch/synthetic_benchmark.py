@@ -122,7 +122,7 @@ class Training:
     def end(self) -> None:
         """Complete what is still to be done of the last step."""
         if self._args.cross_barrier:
-            self.optimizer.synchronize()    # type: ignore[attr-defined]
+            self.optimizer.synchronize()
 
 
 def rates(training: Training, args: argparse.Namespace, unit: str) -> Iterator[float]:
