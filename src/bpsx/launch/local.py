@@ -31,6 +31,8 @@ from bpsx.launch.roles import Process, Processes, cannot_run, child_setup, heede
 _LOOK = 0.01
 #: How long output stays open for what ended children have left behind, such as a resource tracker that tidies up.
 _LINGER = 2.0
+#: How long what was killed may take to be gone. It is a moment, but where nobody reaps orphans they stay for ever.
+_DYING = 1.0
 _PIPE = 4096
 
 
@@ -67,6 +69,14 @@ class Child:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, number)
         return None
+
+    def vanished(self) -> bool:
+        """Whether nothing is left of what it started. Once it has been reaped itself."""
+        try:
+            os.killpg(self.process.pid, 0)
+        except (ProcessLookupError, PermissionError):
+            return True
+        return False
 
     def story(self) -> str:
         """How it ended."""
@@ -322,6 +332,9 @@ class Job:
             child.send(signal.SIGKILL)
         for child in self._children:
             child.process.wait()
+        end = time.monotonic() + _DYING
+        while time.monotonic() < end and not all(child.vanished() for child in self._children):
+            time.sleep(_LOOK)       # no event tells of the end of a child's child
         self._pump.close()
         if self._state_fd >= 0:
             os.close(self._state_fd)
