@@ -31,11 +31,11 @@ GROUPS = """
             dist.barrier()
             dist.destroy_process_group()
         assert bps.push_pull(torch.ones(2), average=False).eq(bps.size()).all()
-        print("worked:", backend, bps.rank(), bps.size(), flush=True)
+        sys.stdout.write(f"worked: {backend} {bps.rank()} {bps.size()}\\n")     # at once: torchrun's workers share a pipe
 """
 
 PLACES = """
-    import json, os
+    import json, os, sys
     import torch
     import bpsx.torch as bps
     from bpsx.api import session
@@ -45,8 +45,10 @@ PLACES = """
         bps.init()
         config = session().config
         total = bps.push_pull(torch.ones(2), average=False)[0].item()
-        print("PLACE", json.dumps([turn, int(os.environ["RANK"]), bps.rank(), bps.size(), bps.local_rank(), bps.local_size(), config.num_worker,
-                                   config.servers, bool(config.secret), total]), flush=True)
+        place = [turn, int(os.environ["RANK"]), bps.rank(), bps.size(), bps.local_rank(), bps.local_size(), config.num_worker,
+                 config.servers, bool(config.secret), total]
+        sys.stdout.write("PLACE " + json.dumps(place) + "\\n")     # at once: torchrun's workers share a pipe
+        sys.stdout.flush()
         bps.shutdown()
 """
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bpsx import _adapter
-from bpsx.torch.exchange import Exchange
+from bpsx.torch.exchange import Exchange, raise_first
 from bpsx.torch.ops import Handle, check_tensor, check_writable, dtype_name, is_plain, mark_written, plain_copy, submit, summable, view_of
 
 PREFIX = "Async."
@@ -103,5 +103,4 @@ class AsyncExchange(Exchange):
                 handle.wait()
             except Exception as e:
                 failures.append(e)
-        if failures:
-            raise failures[0]
+        raise_first(failures)

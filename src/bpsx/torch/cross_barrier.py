@@ -14,11 +14,12 @@ from torch import nn
 from torch.optim import optimizer as _base
 
 from bpsx import _adapter
-from bpsx.api import init, local_rank, local_size, rank, shutdown, size
+from bpsx.api import local_rank, local_size, rank, shutdown, size
 from bpsx.errors import ConfigError
+from bpsx.torch import init
 from bpsx.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from bpsx.torch.compression import Compression, Compressor
-from bpsx.torch.exchange import Exchange, GradientOrderError, Kind, Managed, _Pushed
+from bpsx.torch.exchange import Exchange, GradientOrderError, Kind, Managed, _Pushed, raise_first
 from bpsx.torch.ops import poll, push_pull_async_inplace, synchronize
 from bpsx.torch.optimizer import _DistributedOptimizer, check_optimizer, checked_passes, mix_in, names_of
 from bpsx.torch.serving import Serving, check_model
@@ -190,7 +191,7 @@ class _Barrier(Exchange):
         self.restart_count()
         if any(failures):
             failures += [self._try(self._receive, m) for m in ours if m.pushed is not None]
-            raise next(f for f in failures if f is not None)
+            raise_first(failures)
         for managed in ours:
             assert isinstance(managed.pushed, _Pushed)
             self._pending[id(managed.parameter)] = managed, managed.pushed
@@ -222,9 +223,9 @@ class _Barrier(Exchange):
             failures += self._receive_all(list(self._pending.values()))
             self._pending.clear()
             self._let_go()
-            failure = next(f for f in failures if f is not None)
-            failure.add_note("CrossBarrier: some modules have been updated and others have not: the weights are of two steps")
-            raise failure
+            next(f for f in failures if f is not None).add_note(
+                "CrossBarrier: some modules have been updated and others have not: the weights are of two steps")
+            raise_first(failures)
         with _as_in_step():
             self._step({id(managed.parameter) for managed, _ in pending})
         for (managed, pushed), grad in zip(pending, before, strict=True):

@@ -174,18 +174,16 @@ class Exchange:
         if not self.active and not self.under_way:
             return
         self.attach()
-        failures = self._agree()
-        ours = [m for m in self._managed if m.parameter.requires_grad and m.pushed is None]
-        failures += [f for m in ours if (f := self._try(self._push, m)) is not None]
+        failures: list[Exception | None] = [*self._agree()]
+        failures += [self._try(self._push, m) for m in self._managed if m.parameter.requires_grad and m.pushed is None]
         for managed in self._managed:
             if isinstance(managed.pushed, SparseSum):
                 managed.pushed.advance()
         receive = self._discard if discard else self._receive
-        failures += [f for m in self._managed if m.pushed is not None and (f := self._try(receive, m)) is not None]
+        failures += [self._try(receive, m) for m in self._managed if m.pushed is not None]
         self.restart_count()
         self.implicit = False
-        if failures:
-            raise failures[0]
+        raise_first(failures)
         self.synchronized = True
 
     @staticmethod
@@ -298,6 +296,18 @@ class Exchange:
             raise GradientOrderError(
                 f"the gradient of {managed.name!r} was computed after the optimizer's param_groups had been read, which waits for gradients under "
                 "way: read them before the first or after the last backward() of a step, or call zero_grad() to begin anew")
+
+
+def raise_first(failures: list[Exception | None] | list[Exception]) -> None:
+    """Raise the first of them, if any. The list is emptied: from its caller's frame, which the exception refers to, it would refer to the exception,
+    and with it the optimizer and its hooks would live until the garbage collection."""
+    first = next((f for f in failures if f is not None), None)
+    failures.clear()
+    if first is not None:
+        try:
+            raise first
+        finally:
+            del first
 
 
 def _version(tensor: torch.Tensor) -> int | None:

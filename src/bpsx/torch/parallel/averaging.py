@@ -11,7 +11,7 @@ import torch
 
 from bpsx import _adapter
 from bpsx.torch.compression import Compressor
-from bpsx.torch.exchange import PREFIX, Exchange, GradientOrderError, Managed
+from bpsx.torch.exchange import PREFIX, Exchange, GradientOrderError, Managed, raise_first
 from bpsx.torch.ops import Handle, submit
 
 USED = "Used."
@@ -179,9 +179,7 @@ class Averaging(Exchange):
             if id(managed) in now.aside:
                 take = functools.partial(self._take, aside=now.aside[id(managed)], wanted=known and users > 0)
                 now.failures.append(self._try(take, managed))
-        for failure in now.failures:
-            if failure is not None:
-                raise failure
+        raise_first(now.failures)
 
     def _is_used(self, managed: Managed) -> bool:
         return id(managed) in self._touched and managed.parameter.grad is not None
