@@ -1,7 +1,8 @@
-"""A small network whose links have a known rate: a namespace for each process, on a bridge. Needs root and iproute2."""
+"""A small network: a namespace for each process, on a bridge, whose links can be made slow. Needs root and iproute2."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -9,8 +10,11 @@ from collections.abc import Sequence
 
 from bench.report import BenchError
 
+_numbers = itertools.count()
 
-def _run(*words: str) -> None:
+
+def run(*words: str) -> None:
+    """Run a command. Raises :class:`BenchError` with what it said if it fails."""
     try:
         subprocess.run(words, check=True, capture_output=True, text=True, timeout=30)
     except subprocess.CalledProcessError as error:
@@ -32,14 +36,16 @@ def why_not() -> str:
 
 
 class Links:
-    """Namespaces by name; the first holds the bridge. Each of the others sends at most ``rate`` (``tc``'s notation, as in ``1gbit``)."""
+    """Namespaces by name; the first holds the bridge. With a ``rate`` each of the others sends at most that. A context manager that removes them
+    all."""
 
-    def __init__(self, names: Sequence[str], rate: str) -> None:
+    def __init__(self, names: Sequence[str], rate: str | None = None) -> None:
+        self._mark = f"bpsx-{os.getpid()}-{next(_numbers)}"
         self._names, self._rate = list(names), rate
         self.address = {name: f"10.214.9.{i + 1}" for i, name in enumerate(self._names)}
 
     def namespace(self, name: str) -> str:
-        return f"bpsx-bench-{os.getpid()}-{self._names.index(name)}"
+        return f"{self._mark}-{self._names.index(name)}"
 
     def prefix(self, name: str) -> list[str]:
         """What goes before a command that is to run there."""
@@ -60,16 +66,22 @@ class Links:
     def _make(self) -> None:
         hub = self._names[0]
         for name in self._names:
-            _run("ip", "netns", "add", self.namespace(name))
-            _run("ip", "-n", self.namespace(name), "link", "set", "lo", "up")
-        _run("ip", "-n", self.namespace(hub), "link", "add", "net0", "type", "bridge")
+            run("ip", "netns", "add", self.namespace(name))
+            self._ip(name, "link", "set", "lo", "up")
+        self._ip(hub, "link", "add", "net0", "type", "bridge")
         for i, name in enumerate(self._names[1:]):
-            _run("ip", "-n", self.namespace(hub), "link", "add", f"port{i}", "type", "veth", "peer", "name", "net0", "netns", self.namespace(name))
-            _run("ip", "-n", self.namespace(hub), "link", "set", f"port{i}", "master", "net0", "up")
+            self._ip(hub, "link", "add", f"port{i}", "type", "veth", "peer", "name", "net0", "netns", self.namespace(name))
+            self._ip(hub, "link", "set", f"port{i}", "master", "net0", "up")
         for name in self._names:
-            _run("ip", "-n", self.namespace(name), "addr", "add", f"{self.address[name]}/24", "dev", "net0")
-            _run("ip", "-n", self.namespace(name), "link", "set", "net0", "up")
-        for name in self._names[1:]:
+            self._ip(name, "addr", "add", f"{self.address[name]}/24", "dev", "net0")
+            self._ip(name, "link", "set", "net0", "up")
+        for name in self._names[1:] if self._rate else ():
             # The burst is a few segments as large as TCP hands them down; smaller, and the rate is not reached.
-            _run("tc", "-n", self.namespace(name), "qdisc", "add", "dev", "net0", "root", "tbf", "rate", self._rate, "burst", "256k",
-                 "latency", "50ms")
+            self.slow(name, str(self._rate), "256k")
+
+    def _ip(self, name: str, *words: str) -> None:
+        run("ip", "-n", self.namespace(name), *words)
+
+    def slow(self, name: str, rate: str, burst: str = "32k") -> None:
+        """Bound what ``name`` sends, in ``tc``'s notation, as in ``50mbit``."""
+        run("tc", "-n", self.namespace(name), "qdisc", "add", "dev", "net0", "root", "tbf", "rate", rate, "burst", burst, "latency", "50ms")
