@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from bpsx import host, secret
-from bpsx.api import session
+from bpsx.api import initialised, session
 from bpsx.config import is_set
 from bpsx.session import Session
 from bpsx.torchrun import Store, init
 
-__all__ = ["Session", "Store", "TensorView", "init", "is_set", "own_host", "proof", "session"]
+__all__ = ["Session", "Store", "TensorView", "init", "initialised", "is_set", "own_host", "proof", "session"]
 
 
 def own_host() -> str:

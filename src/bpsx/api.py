@@ -38,8 +38,13 @@ def init(lazy: bool = True) -> None:
 def begin(**given: Any) -> None:
     """:func:`init` with some fields of :class:`~bpsx.config.Config` given, instead of read from the environment."""
     with _lock:
-        if _session is None or _owner_pid != os.getpid():
+        if not initialised():
             _adopt(Session(Config(role="worker", **given)))
+
+
+def initialised() -> bool:
+    """Whether this process is in a job: after :func:`init`, before :func:`shutdown`, and not in a forked child. Thread-safe."""
+    return _session is not None and _owner_pid == os.getpid()
 
 
 def _adopt(ours: Session) -> None:
@@ -79,8 +84,8 @@ def suspend() -> None:
     those that go on fail for want of this one. Does nothing before :func:`init`."""
     global _order
     with _lock:
-        if _session is not None and _owner_pid == os.getpid():
-            _order = _session.order
+        if initialised():
+            _order = session().order
     shutdown()
 
 
@@ -94,7 +99,7 @@ def resume(num_workers: int, num_servers: int, global_rank: int | None = None, c
     Raises as :func:`init`, and :class:`~bpsx.errors.ConfigError` for numbers that fit nothing, or if this process is in a job.
     """
     with _lock:
-        if _session is not None and _owner_pid == os.getpid():
+        if initialised():
             raise errors.ConfigError("resume: this process is in a job; call suspend() first")
         config = _resumed(num_workers, num_servers, global_rank)
         end = time.monotonic() + config.rendezvous_timeout

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from bpsx import api
 from bpsx.companions import Companions
 from bpsx.config import MOST_WORKERS, TORCHRUN_OPTIONS, Config, torchrun_variables
-from bpsx.errors import ConfigError, NotInitializedError, RendezvousError
+from bpsx.errors import ConfigError, RendezvousError
 from bpsx.secret import make
 from bpsx.transports.address import is_loopback, resolve
 
@@ -102,7 +102,7 @@ def init(open_store: Callable[[str, float], Store]) -> None:
     :func:`bpsx.init`. Thread-safe.
     """
     with _lock:
-        if _initialised():
+        if api.initialised():
             return
         ours = place(torchrun_variables())
         if ours is None:
@@ -125,14 +125,6 @@ def init(open_store: Callable[[str, float], Store]) -> None:
         except BaseException:
             _companions.release()
             raise
-
-
-def _initialised() -> bool:
-    try:
-        api.session()
-    except NotInitializedError:
-        return False
-    return True
 
 
 class _Agreement:

@@ -15,16 +15,14 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
-import torch
 import torch.distributed as dist
 
 from bpsx import _adapter
-from bpsx.errors import BpsxError, ConfigError, NotInitializedError, RendezvousError
-from bpsx.torch.broadcast import bytes_view
+from bpsx.errors import BpsxError, ConfigError, RendezvousError
+from bpsx.torch.broadcast import broadcast_bytes
 
 _Triple = tuple[Any, int, int]
 _Handler = Callable[..., Iterator[_Triple]]
-_ADDRESS_BYTES = 1024
 #: Kept once it is there: where torchrun has no store of its own, worker 0's is in this object.
 _store: Any = None
 
@@ -90,19 +88,11 @@ def _extended(original: _Handler) -> _Handler:
         query, is_set = parse_qs(urlparse(url).query), _adapter.is_set
         complete = (is_set("MASTER_ADDR") and is_set("MASTER_PORT") and ("rank" in query or is_set("RANK"))
                     and ("world_size" in query or is_set("WORLD_SIZE")))
-        if not complete and (is_set("DMLC_ROLE") or _initialised()):
+        if not complete and (is_set("DMLC_ROLE") or _adapter.initialised()):
             return _rendezvous(url, **options)
         return original(url, **options)
 
     return handler
-
-
-def _initialised() -> bool:
-    try:
-        _adapter.session()
-    except NotInitializedError:
-        return False
-    return True
 
 
 def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[_Triple]:
@@ -133,7 +123,7 @@ def _shared_store(ours: Any, timeout: timedelta) -> Any:
             text = json.dumps({"error": str(failure)}).encode()
         else:
             text = json.dumps({"host": host, "port": port}).encode()
-    told = json.loads(_from_worker_0(ours, text))
+    told = json.loads(broadcast_bytes(text, 0, "torch.store"))
     if "error" in told:
         raise failure or RendezvousError(told["error"])
     host, port = str(told["host"]), int(told["port"])
@@ -158,11 +148,3 @@ def _listener(host: str) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def _from_worker_0(ours: Any, text: bytes) -> bytes:
-    """Worker 0's ``text``, on all workers."""
-    message = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
-    message[:min(len(text), _ADDRESS_BYTES)] = torch.tensor(list(text[:_ADDRESS_BYTES]), dtype=torch.uint8)
-    ours.broadcast("torch.store", bytes_view(message), 0).wait()
-    return bytes(message.numpy()).rstrip(b"\0")
