@@ -24,6 +24,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, weight_decay=0.01),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
 }
 
 
@@ -85,6 +86,10 @@ def job_adam() -> Any:
     return train_here(network(seed=1 + bps.rank()), OPTIMIZERS["adam"])
 
 
+def job_adamw() -> Any:
+    return train_here(network(seed=1 + bps.rank()), OPTIMIZERS["adamw"])
+
+
 def job_float32() -> Any:
     return train_here(network(torch.float32), OPTIMIZERS["sgd"], torch.float32)
 
@@ -112,13 +117,13 @@ def job_passes() -> Any:
 
 
 class Branches(nn.Module):
-    """A trunk, two heads of which a batch uses one, a frozen layer and a layer used twice."""
+    """A trunk, two heads of which a batch uses one, a third that nothing uses, a frozen layer and a layer used twice."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.trunk, self.twice, self.frozen = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-        self.heads = nn.ModuleList(nn.Linear(6, 3) for _ in range(2))
+        self.heads = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
         self.tied = nn.Linear(6, 6)
         self.tied.weight = self.twice.weight
         self.frozen.requires_grad_(False)
@@ -135,8 +140,17 @@ def head_of(rank: int, step: int) -> int:
 
 
 def job_branches() -> Any:
+    """With weight decay and momentum, which move a parameter whose gradient is zero, and not one that has none."""
+    return branches(OPTIMIZERS["momentum"])
+
+
+def job_branches_adamw() -> Any:
+    return branches(OPTIMIZERS["adamw"])
+
+
+def branches(make: Callable[[Any], torch.optim.Optimizer]) -> list[torch.Tensor]:
     model = Branches()
-    optimizer: Any = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model.named_parameters())
+    optimizer: Any = bps.DistributedOptimizer(make(model.parameters()), model.named_parameters())
     for step in range(STEPS):
         optimizer.zero_grad()
         x, y = shard(step)
@@ -189,14 +203,11 @@ def job_scheduler_and_closure() -> Any:
 
 # ---- what one process does instead
 
-def alone_branches(size: int) -> list[torch.Tensor]:
+def alone_branches(make: Callable[[Any], torch.optim.Optimizer], size: int) -> list[torch.Tensor]:
     model = Branches()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = make(model.parameters())
     for step in range(STEPS):
-        optimizer.zero_grad(set_to_none=False)
-        for p in model.parameters():
-            if p.requires_grad and p.grad is None:
-                p.grad = torch.zeros_like(p)        # what nobody has used has a zero gradient
+        optimizer.zero_grad()
         x, y = batch(step, size)
         for rank in range(size):
             mine = slice(rank * BATCH, (rank + 1) * BATCH)
@@ -238,11 +249,13 @@ CASES: dict[str, tuple[Callable[[int], list[torch.Tensor]], float]] = {
     "job_sgd": (lambda n: train_alone(network(), OPTIMIZERS["sgd"], n), 1e-11),
     "job_momentum": (lambda n: train_alone(network(), OPTIMIZERS["momentum"], n), 1e-11),
     "job_adam": (lambda n: train_alone(network(), OPTIMIZERS["adam"], n), 1e-11),
+    "job_adamw": (lambda n: train_alone(network(), OPTIMIZERS["adamw"], n), 1e-11),
     "job_float32": (lambda n: train_alone(network(torch.float32), OPTIMIZERS["sgd"], n, torch.float32), 1e-5),
     "job_bfloat16": (lambda n: train_alone(network(torch.bfloat16), OPTIMIZERS["sgd"], n, torch.bfloat16), 2e-2),
     "job_fp16_compression": (lambda n: train_alone(network(torch.float32), OPTIMIZERS["sgd"], n, torch.float32), 2e-3),
     "job_passes": (lambda n: train_alone(network(), OPTIMIZERS["momentum"], n), 1e-11),
-    "job_branches": (alone_branches, 1e-11),
+    "job_branches": (lambda n: alone_branches(OPTIMIZERS["momentum"], n), 1e-11),
+    "job_branches_adamw": (lambda n: alone_branches(OPTIMIZERS["adamw"], n), 1e-11),
     "job_opposite_orders": (alone_opposite_orders, 1e-6),
     "job_clipping": (alone_clipping, 1e-11),
     "job_scheduler_and_closure": (alone_scheduler, 1e-11),

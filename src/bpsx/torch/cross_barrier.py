@@ -23,6 +23,7 @@ from bpsx.torch.exchange import Exchange, GradientOrderError, Kind, Managed, _Pu
 from bpsx.torch.ops import poll, push_pull_async_inplace, synchronize
 from bpsx.torch.optimizer import _DistributedOptimizer, check_optimizer, checked_passes, mix_in, names_of
 from bpsx.torch.serving import Serving, check_model
+from bpsx.torch.users import Users
 
 #: BytePS's name for it, which this module of its offers too.
 byteps_push_pull = push_pull_async_inplace
@@ -64,7 +65,7 @@ def CrossBarrier(  # noqa: N802  (BytePS's name)
     ``skip_synchronize()``, with step hooks, with a gradient scaler that is fused into it.
 
     ``model`` may be copied while nothing is pending; copies of both are ordinary ones. With sparse gradients every step is taken at once, unless
-    ``sparse_as_dense``; a parameter that no worker has used in the first step has dense ones. The other arguments
+    ``sparse_as_dense``; a parameter that no worker has used in the first step has dense ones from then on. The other arguments
     and methods are those of :func:`~bpsx.torch.DistributedOptimizer`; ``synchronize()`` right after ``step()`` applies what is pending and
     pushes nothing.
 
@@ -111,6 +112,7 @@ class _Barrier(Exchange):
         self._pending: dict[int, tuple[Managed, _Pushed]] = {}     # by id of parameter: stepped, not updated
         self._options: list[dict[str, Any]] = []                    # of each group, when step() was called
         self._changed: list[dict[str, Any]] = []                    # what the update has made of them
+        self._users: Users | None = None                            # who had a gradient then
         # Of the optimizer, while something is pending, what an update needs: its own class, its attributes. Not the optimizer: that may go.
         self._held: tuple[Any, dict[str, Any]] | None = None
         self._gone = False
@@ -187,10 +189,10 @@ class _Barrier(Exchange):
         ours = [m for m in self._managed if m.parameter.requires_grad]
         if not failures and any(m.kind is Kind.SPARSE for m in ours):
             return False
-        failures += [self._try(self._push, m) for m in ours if m.pushed is None]
-        self.restart_count()
+        self._users = self._push_missing(failures)
+        ours = [m for m in ours if m.pushed is not None]
         if any(failures):
-            failures += [self._try(self._receive, m) for m in ours if m.pushed is not None]
+            failures += [self._try(self._receive, m) for m in ours]
             raise_first(failures)
         for managed in ours:
             assert isinstance(managed.pushed, _Pushed)
@@ -218,7 +220,8 @@ class _Barrier(Exchange):
         if not pending:
             return
         before = [managed.parameter.grad for managed, _ in pending]     # zero_grad() may have come already
-        failures = self._receive_all(pending)
+        failures = [*self._receive_all(pending), self._heed(self._users)]
+        self._users = None      # heeded, for all that is pending
         if any(failures):
             failures += self._receive_all(list(self._pending.values()))
             self._pending.clear()
@@ -227,10 +230,10 @@ class _Barrier(Exchange):
                 "CrossBarrier: some modules have been updated and others have not: the weights are of two steps")
             raise_first(failures)
         with _as_in_step():
-            self._step({id(managed.parameter) for managed, _ in pending})
+            self._step({id(managed.parameter) for managed, _ in pending if managed.wanted})
         for (managed, pushed), grad in zip(pending, before, strict=True):
-            if grad is not pushed.gradient:
-                managed.parameter.grad = grad
+            if grad is not pushed.gradient or not managed.wanted:
+                managed.parameter.grad = grad if grad is not pushed.gradient else None
         self._let_go()
 
     def _receive_all(self, pending: list[tuple[Managed, _Pushed]]) -> list[Exception | None]:
@@ -252,6 +255,8 @@ class _Barrier(Exchange):
         vars(part).update(kept, state=theirs["state"], _optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
         chosen = [[p for p in group["params"] if id(p) in which] for group in _plain(theirs["param_groups"])]
         numbers = [i for i, params in enumerate(chosen) if params]
+        if not numbers:
+            return
         part.param_groups = [{**self._options[i], "params": chosen[i]} for i in numbers]
         base.step(part)
         for i, group in zip(numbers, part.param_groups, strict=True):

@@ -15,6 +15,7 @@ from bpsx.errors import BpsxError, MismatchError
 from bpsx.torch.compression import Compressor, NoneCompressor
 from bpsx.torch.ops import Handle, check_tensor, check_writable, mark_written, submit, summable
 from bpsx.torch.sparse import DENSE, SparseSum, check_sparse, empty_like
+from bpsx.torch.users import Users
 
 PREFIX = "Gradient."
 #: Under this, with the first parameter's name, the workers agree on which gradients are sparse.
@@ -52,6 +53,7 @@ class Managed:
         self.kind: Kind | None = None       # None: the workers have not agreed yet
         self.sparse_dim = 1
         self.deferred = False               # a sparse gradient that is complete, and waits for that
+        self.wanted = True                  # False: no worker has a gradient in this step, as far as is known
         self.averaged: tuple[torch.Tensor, int | None] | None = None    # what an implicit wait has left in grad, and its version
 
     def is_sparse(self) -> bool:
@@ -66,6 +68,7 @@ class Exchange:
 
     Whether a gradient is sparse is known to a worker that has one, and a worker that has none must send what the others do. So until every parameter
     has had a gradient somewhere, :meth:`complete` begins with a small sum of who has which kind. ``sparse_as_dense``: nothing travels sparse.
+    A parameter that has no gradient on any worker keeps none, as it would in one process; :class:`Users` tells.
     """
 
     asynchronous = False
@@ -175,16 +178,43 @@ class Exchange:
             return
         self.attach()
         failures: list[Exception | None] = [*self._agree()]
-        failures += [self._try(self._push, m) for m in self._managed if m.parameter.requires_grad and m.pushed is None]
-        for managed in self._managed:
+        users = self._push_missing(failures)
+        ours = [m for m in self._managed if m.pushed is not None]
+        for managed in ours:
             if isinstance(managed.pushed, SparseSum):
                 managed.pushed.advance()
         receive = self._discard if discard else self._receive
-        failures += [self._try(receive, m) for m in self._managed if m.pushed is not None]
-        self.restart_count()
+        failures += [self._try(receive, m) for m in ours]
+        failures.append(self._heed(users))
+        for managed in ours:
+            if not managed.wanted:
+                managed.parameter.grad = None
         self.implicit = False
         raise_first(failures)
         self.synchronized = True
+
+    def _push_missing(self, failures: list[Exception | None]) -> Users | None:
+        """Push what hooks have not pushed, and begin to sum who has which gradients. Adds to ``failures`` what goes wrong."""
+        users = None
+        try:
+            users = Users((m.pushed is not None or m.parameter.grad is not None for m in self._managed), self._managed[0].name)
+        except Exception as e:
+            failures.append(e)
+        failures += [self._try(self._push, m) for m in self._managed if m.parameter.requires_grad and m.wanted and m.pushed is None]
+        self.restart_count()
+        return users
+
+    def _heed(self, users: Users | None) -> Exception | None:
+        """Find out which gradients nobody has had, so that zeros have stood in for them everywhere. Returns what has gone wrong."""
+        if users is None:
+            return None
+        try:
+            numbers = users.wait()
+        except Exception as e:
+            return e
+        for managed, n in zip(self._managed, numbers, strict=True):
+            managed.wanted = n > 0
+        return None
 
     @staticmethod
     def _try(act: Callable[[Managed], None], managed: Managed) -> Exception | None:
@@ -205,6 +235,8 @@ class Exchange:
     def _agree(self) -> list[Exception]:
         """Find out whether gradients travel sparse, where that is not known yet. Returns what has gone wrong; all workers push all the same."""
         self._follow_job()
+        for m in self._managed:
+            m.wanted = True
         unknown = [m for m in self._managed if m.kind is None and m.parameter.requires_grad]
         if not unknown:
             return []
@@ -229,8 +261,10 @@ class Exchange:
                                            "other on all of them; sparse_as_dense=True sends it dense"))
             elif sparse or dense:
                 m.kind, m.sparse_dim = (Kind.SPARSE, dims // sparse) if sparse else (Kind.DENSE, 1)
-            elif self.decides_early:
-                m.kind = Kind.DENSE
+            else:
+                m.wanted = False
+                if self.decides_early:
+                    m.kind = Kind.DENSE
         return found
 
     def _push(self, managed: Managed) -> None:

@@ -40,6 +40,9 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     that neither waits nor pushes again: ``torch.amp.GradScaler`` works as it is, and an overflow on one worker is one on all. Read ``param_groups``
     before the first or after the last backward of a step.
 
+    **Parameters without a gradient.** Workers may use different parameters in a step: who has no gradient counts as zeros. What no worker has
+    used has no ``grad`` after the step, and does not move, as in one process.
+
     **Sparse gradients**, as of ``nn.Embedding(sparse=True)``, travel as values and indices, of which each worker may have another number, or none;
     ``grad`` is then coalesced. ``sparse_as_dense=True`` makes them dense first. A gradient must be sparse on all workers that have one, or dense on
     all; otherwise ``step()`` raises :class:`~bpsx.errors.MismatchError` on all. (One that has been dense so far is sent dense.) A worker that has

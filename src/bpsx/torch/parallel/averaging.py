@@ -13,10 +13,7 @@ from bpsx import _adapter
 from bpsx.torch.compression import Compressor
 from bpsx.torch.exchange import PREFIX, Exchange, GradientOrderError, Managed, raise_first
 from bpsx.torch.ops import Handle, submit
-
-USED = "Used."
-#: Before every gradient: all workers wait for it, and it is small.
-_FIRST = 2**30
+from bpsx.torch.users import Users
 
 
 class _End:
@@ -32,13 +29,12 @@ class _End:
 
 
 class _Round:
-    """An exchange under way. ``users`` becomes the number of workers that have used each of ``ours``; ``aside``, by id: what has been pushed
-    of those that this worker has not used, how, and the compressor's context."""
+    """An exchange under way. ``users``: of how many workers have used each of ``ours``; ``aside``, by id: what has been pushed of those that
+    this worker has not used, how, and the compressor's context."""
 
     def __init__(self, ours: list[Managed]) -> None:
         self.ours = ours
-        self.users = torch.empty(0, dtype=torch.int32)
-        self.counted: Handle | None = None
+        self.users: Users | None = None
         self.aside: dict[int, tuple[Handle, Any]] = {}
         self.failures: list[Exception | None] = []
 
@@ -53,7 +49,7 @@ class Averaging(Exchange):
 
     def __init__(self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor], name: str, active: bool) -> None:
         self.syncing = True                 # False inside no_sync()
-        self._name = USED + name
+        self._name = name
         self._touched: set[int] = set()     # by id of Managed: backward has added to its gradient since the last exchange
         self._due = False                   # this pass calls for an exchange, though it may have used no parameter
         self.expected = False               # a forward pass has been made that calls for one
@@ -149,7 +145,6 @@ class Averaging(Exchange):
     def _begin_round(self) -> None:
         self._due = self.expected = False
         self._round = now = _Round([m for m in self._managed if m.parameter.requires_grad])
-        now.users = torch.tensor([int(self._is_used(m)) for m in now.ours], dtype=torch.int32)
 
         def begin(managed: Managed) -> None:
             if self._is_used(managed):
@@ -158,7 +153,7 @@ class Averaging(Exchange):
                 now.aside[id(managed)] = self._push_aside(managed)
 
         try:
-            now.counted = submit(now.users, now.users, self._name, average=False, priority=_FIRST)
+            now.users = Users((self._is_used(m) for m in now.ours), self._name)
         except Exception as e:
             now.failures.append(e)
         now.failures += [self._try(begin, m) for m in now.ours if m.pushed is None]
@@ -168,16 +163,15 @@ class Averaging(Exchange):
         now, self._round = self._round, None
         assert now is not None
         now.failures += [self._try(self._receive, m) for m in now.ours if m.pushed is not None]
-        known = False
-        if now.counted is not None:
+        numbers = [0] * len(now.ours)
+        if now.users is not None:
             try:
-                now.counted.wait()
-                known = True
+                numbers = now.users.wait()
             except Exception as e:
                 now.failures.append(e)
-        for managed, users in zip(now.ours, now.users.tolist(), strict=True):
+        for managed, users in zip(now.ours, numbers, strict=True):
             if id(managed) in now.aside:
-                take = functools.partial(self._take, aside=now.aside[id(managed)], wanted=known and users > 0)
+                take = functools.partial(self._take, aside=now.aside[id(managed)], wanted=users > 0)
                 now.failures.append(self._try(take, managed))
         raise_first(now.failures)
 
