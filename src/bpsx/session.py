@@ -12,7 +12,7 @@ from bpsx import errors
 from bpsx._core import Core, Handle, Tensor
 from bpsx._watch import monotonic_ns
 from bpsx.config import Config
-from bpsx.dtypes import dtype_named
+from bpsx.dtypes import BY_NAME, dtype_named
 from bpsx.forking import keep_from_children
 from bpsx.host import keep_memory, own_host
 from bpsx.joining import Joining
@@ -297,8 +297,9 @@ class Session:
         """
         if source.shape != target.shape or source.dtype != target.dtype:
             raise errors.ConfigError(f"{name!r}: input is {source.dtype} {source.shape}, output {target.dtype} {target.shape}: must be alike")
+        dtype = BY_NAME.get(source.dtype) or dtype_named(source.dtype, repr(name))
         return self._submit(
-            name, source.shape, dtype_named(source.dtype, repr(name)).code, source.nbytes, (source.address, source.nbytes),
+            name, source.shape, dtype.code, source.nbytes, (source.address, source.nbytes),
             (target.address, target.nbytes), divisor=self.size if average else 1, priority=priority, will_wait=will_wait,
             owner=(source.owner, target.owner), result=result)
 

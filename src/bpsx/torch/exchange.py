@@ -48,6 +48,7 @@ class Managed:
 
     def __init__(self, name: str, parameter: torch.Tensor, priority: int, passes: int) -> None:
         self.name, self.parameter, self.priority, self.passes_left = name, parameter, priority, passes
+        self.wire, self.what = PREFIX + name, f"gradient of {name!r}"
         self.hook: Any = None
         self.pushed: _Pushed | SparseSum | None = None
         self.kind: Kind | None = None       # None: the workers have not agreed yet
@@ -85,6 +86,7 @@ class Exchange:
         self._compression, self._passes, self._as_dense = compression or NoneCompressor, passes, sparse_as_dense
         self._managed: list[Managed] = []
         self._session: object = None    # in which job the kinds were agreed
+        self._begun = False             # backward has run since the last wait
         self.finalizer: Any = None      # detaches when the optimizer goes
         self.add(names, attach=False)
 
@@ -151,7 +153,9 @@ class Exchange:
                 "raise backward_passes_per_step to add passes up, or call the optimizer's zero_grad() to throw the earlier gradients away")
         if self.implicit:
             self._check_not_added(managed)
-        self._follow_job()
+        if not self._begun:
+            self._begun = True
+            self._follow_job()
         self.synchronized = self.implicit = False
         managed.passes_left -= 1
         if managed.passes_left == 0:
@@ -202,6 +206,7 @@ class Exchange:
             failures.append(e)
         failures += [self._try(self._push, m) for m in self._managed if m.parameter.requires_grad and m.wanted and m.pushed is None]
         self.restart_count()
+        self._begun = False
         return users
 
     def _heed(self, users: Users | None) -> Exception | None:
@@ -278,20 +283,18 @@ class Exchange:
             parameter.grad = parameter.grad.detach().to_dense()
         gradient = parameter.grad
         assert gradient is not None
-        what = f"gradient of {managed.name!r}"
-        check_tensor(gradient, what)
-        check_writable(gradient, what)
-        plain = gradient.detach()
-        wire, ctx = self._compression.compress(plain)
-        handle = submit(wire, wire, PREFIX + managed.name, average=True, priority=managed.priority)
+        check_tensor(gradient, managed.what)
+        check_writable(gradient, managed.what)
+        wire, ctx = self._compression.compress(gradient.detach())
+        handle = submit(wire, wire, managed.wire, average=True, priority=managed.priority)
         managed.pushed = _Pushed(gradient, handle, ctx, _version(gradient))
 
     def _push_sparse(self, managed: Managed) -> None:
-        gradient, what = managed.parameter.grad, f"gradient of {managed.name!r}"
+        gradient = managed.parameter.grad
         given = empty_like(managed.parameter, managed.sparse_dim)
         kind = {}
         if gradient is not None and managed.is_sparse():
-            check_sparse(gradient, what)
+            check_sparse(gradient, managed.what)
             given = gradient
         elif gradient is not None:      # the others have to hear of it
             kind["kind"] = DENSE
@@ -309,15 +312,16 @@ class Exchange:
         if isinstance(pushed, SparseSum):
             managed.parameter.grad = pushed.wait()
             return
-        written = pushed.version is not None and _version(pushed.gradient) not in (None, pushed.version)
+        gradient = pushed.gradient
+        written = pushed.version is not None and gradient._version != pushed.version and _is_alone(gradient)
         received = pushed.handle.wait()
-        if pushed.ctx is not None or received.data_ptr() != pushed.gradient.data_ptr():
+        if pushed.ctx is not None or received.data_ptr() != gradient.data_ptr():
             with torch.no_grad():
-                pushed.gradient.detach().copy_(self._compression.decompress(received, pushed.ctx))
+                gradient.detach().copy_(self._compression.decompress(received, pushed.ctx))
         else:
-            mark_written(pushed.gradient)
-        if managed.parameter.grad is not pushed.gradient:
-            managed.parameter.grad = pushed.gradient
+            mark_written(gradient)
+        if managed.parameter.grad is not gradient:
+            managed.parameter.grad = gradient
         if written:
             raise GradientOrderError(
                 f"the gradient of {managed.name!r} was written to while it was under way, so what the workers have summed is not what backward "
@@ -326,7 +330,8 @@ class Exchange:
     def _check_not_added(self, managed: Managed) -> None:
         """After an implicit wait the next gradients must be a new step's, not more of this one's: those the others would not have."""
         gradient, averaged = managed.parameter.grad, managed.averaged
-        if averaged is not None and gradient is averaged[0] and averaged[1] is not None and _version(gradient) == averaged[1] + 1:
+        if averaged is not None and gradient is averaged[0] and averaged[1] is not None and _version(gradient) == averaged[1] + 1 \
+                and _is_alone(gradient):
             raise GradientOrderError(
                 f"the gradient of {managed.name!r} was computed after the optimizer's param_groups had been read, which waits for gradients under "
                 "way: read them before the first or after the last backward() of a step, or call zero_grad() to begin anew")
@@ -345,10 +350,13 @@ def raise_first(failures: list[Exception | None] | list[Exception]) -> None:
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """How often ``tensor`` has been written to; None where that does not tell, as others may live in the same memory."""
-    if tensor.layout != torch.strided or tensor.is_inference():
-        return None
-    return tensor._version if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() else None
+    """How often ``tensor``, or another one in the same memory, has been written to; None if nobody counts."""
+    return tensor._version if tensor.layout is torch.strided and not tensor.is_inference() else None
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor can live in the same memory, and so share its version counter."""
+    return tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def _hook_for(exchange: weakref.ref[Exchange], managed: Managed) -> Callable[[torch.Tensor], None]:

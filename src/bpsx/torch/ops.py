@@ -21,6 +21,7 @@ _INSTEAD = {
     "bool": "send tensor.to(torch.uint8), whose sum counts the workers with True",
     **dict.fromkeys(("complex32", "complex64", "complex128"), "send torch.view_as_real(tensor), which shares its memory"),
 }
+_SUMMED: dict[torch.dtype, str] = {getattr(torch, name): name for name in BY_NAME}
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -108,7 +109,7 @@ def check_writable(tensor: torch.Tensor, what: str) -> None:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the memory at ``data_ptr()`` is the elements, in order, with no pending negation or conjugation."""
-    return bool(tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj())
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,13 +126,14 @@ def mark_written(tensor: torch.Tensor) -> None:
 
 def dtype_name(tensor: torch.Tensor) -> str:
     """``float32`` and the like."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _SUMMED.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
 
 
 def summable(tensor: torch.Tensor, what: str) -> str:
     """The name of ``tensor``'s dtype. Raises :class:`~bpsx.dtypes.UnsupportedDType`, which says what to do instead, if it is not summed."""
-    name = dtype_name(tensor)
-    if name not in BY_NAME:
+    name = _SUMMED.get(tensor.dtype)
+    if name is None:
+        name = dtype_name(tensor)
         instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
         raise UnsupportedDType(f"{what}: dtype {name} cannot be summed; allowed: {', '.join(BY_NAME)}{instead}")
     return name
@@ -139,7 +141,7 @@ def summable(tensor: torch.Tensor, what: str) -> str:
 
 def view_of(tensor: torch.Tensor, dtype: str) -> TensorView:
     """A plain tensor as bpsx sees it."""
-    return TensorView(tensor.data_ptr(), tensor.numel() * tensor.element_size(), dtype, tuple(tensor.shape), tensor)
+    return TensorView(tensor.data_ptr(), tensor.nbytes, dtype, tuple(tensor.shape), tensor)
 
 
 def submit(
@@ -149,18 +151,22 @@ def submit(
 
     Raises :class:`~bpsx.dtypes.UnsupportedDType`, :class:`~bpsx.errors.NotInitializedError`.
     """
-    dtype = summable(source, f"push_pull of {name!r}" if name else "push_pull")
-    known = name or _noname(source)
-    stage_in = plain_copy(source)
-    staged = not is_plain(output)
-    if staged:
-        stage_out = torch.empty(output.shape, dtype=output.dtype) if is_plain(source) else stage_in
+    dtype = _SUMMED.get(source.dtype) or summable(source, f"push_pull of {name!r}" if name else "push_pull")
+    plain = is_plain(source)
+    if source is output and plain:      # the way of gradients, hundreds of them in a step: nothing that is not needed
+        stage_in = stage_out = source
+        staged = False
     else:
-        stage_out = stage_in if output is source else output.detach()
+        stage_in = source.detach() if plain else plain_copy(source)
+        staged = not is_plain(output)
+        if staged:
+            stage_out = torch.empty(output.shape, dtype=output.dtype) if plain else stage_in
+        else:
+            stage_out = stage_in if output is source else output.detach()
     view = view_of(stage_in, dtype)
     handle: Handle = _adapter.session().push_pull(
-        known, view, view if stage_out is stage_in else view_of(stage_out, dtype), average=average, priority=priority, will_wait=will_wait,
-        result=output)
+        name or _noname(source), view, view if stage_out is stage_in else view_of(stage_out, dtype), average=average, priority=priority,
+        will_wait=will_wait, result=output)
     return StagedHandle(handle, stage_out, output) if staged else handle
 
 

@@ -11,7 +11,7 @@ import torch
 
 from bpsx import _adapter
 from bpsx.torch.compression import Compressor
-from bpsx.torch.exchange import PREFIX, Exchange, GradientOrderError, Managed, raise_first
+from bpsx.torch.exchange import Exchange, GradientOrderError, Managed, raise_first
 from bpsx.torch.ops import Handle, submit
 from bpsx.torch.users import Users
 
@@ -185,7 +185,7 @@ class Averaging(Exchange):
         with torch.no_grad():
             plain = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().to_dense().clone()
         wire, ctx = self._compression.compress(plain)
-        return submit(wire, wire, PREFIX + managed.name, average=True, priority=managed.priority), ctx
+        return submit(wire, wire, managed.wire, average=True, priority=managed.priority), ctx
 
     def _take(self, managed: Managed, aside: tuple[Handle, Any], wanted: bool) -> None:
         handle, ctx = aside
