@@ -29,6 +29,10 @@ class Table(C.Structure):
     ]
 
 
+#: An endpoint runs the last done callbacks when it is closed, and reads what it was handed until then: none of this may go before.
+_alive: list[DataPlane] = []
+
+
 class DataPlane:
     """An endpoint's data plane; keeps what it sends alive and records which done callbacks have run."""
 
@@ -39,6 +43,7 @@ class DataPlane:
         self.table = Table.from_address(get(self.capsule, b"bpsx.Endpoint"))
         self.done: list[int] = []
         self._kept: list[Any] = []
+        _alive.append(self)
         self._callback = DONE(lambda data, hint: self.done.append(hint or 0))
 
     def send(self, peer: int, head: bytes, body: bytes | None = None, token: int = 1, own_head: bool = False) -> int:
