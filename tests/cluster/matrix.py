@@ -63,6 +63,9 @@ _WORKER = """
         assert (found == 6).all(), found
 
     def stages():
+        if stage == "connect" and behind:
+            report("ready")
+            sys.stdin.readline()
         report("joining")
         bpsx.init()
         assert bpsx.push_pull(np.ones(1), name="first", average=False) == 3
@@ -112,7 +115,7 @@ class Matrix:
         try:
             self.job.start_scheduler()
             self.job.start_server(0)
-            for i in range(2 if self.stage in ("init", "connect") else 3):
+            for i in range(2 if self.stage == "init" else 3):
                 self.job.start_worker(i)
             self._reach()
         except BaseException:
@@ -138,11 +141,12 @@ class Matrix:
 
     def _reach(self) -> None:
         if self.stage in ("init", "connect"):
-            for p in (self.server, *self.job.workers):
+            for p in (self.server, *self.job.workers[:2]):
                 p.wait_for_line("known to the scheduler")
             if self.stage == "connect":
+                self.job.workers[2].wait_for_line("ready")
                 self.server.signal(signal.SIGSTOP)      # it will not answer the workers' greetings
-                self.job.start_worker(2)
+                self.job.workers[2].say("go")
                 for worker in self.job.workers:
                     worker.wait_for_line("the job is complete")
             return
