@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -113,6 +114,8 @@ class _Barrier(Exchange):
         self._options: list[dict[str, Any]] = []                    # of each group, when step() was called
         self._changed: list[dict[str, Any]] = []                    # what the update has made of them
         self._users: Users | None = None                            # who had a gradient then
+        self._parts = 0                                             # in how many the update has been made so far
+        self._parts_agree = False                                   # a step in several parts has shown that they do not depend on each other
         # Of the optimizer, while something is pending, what an update needs: its own class, its attributes. Not the optimizer: that may go.
         self._held: tuple[Any, dict[str, Any]] | None = None
         self._gone = False
@@ -144,6 +147,7 @@ class _Barrier(Exchange):
     def _let_go(self) -> None:
         if not self._pending:
             self._held = None
+            self._parts_agree = self._parts_agree or self._parts > 1
             if self._gone:
                 self._serving.end()
 
@@ -202,6 +206,7 @@ class _Barrier(Exchange):
         groups = vars(optimizer)["param_groups"]
         self._options = [{k: _noted(v) for k, v in group.items() if k != "params"} for group in groups]
         self._changed = [{} for _ in groups]
+        self._parts = 0
         self._serving.watch_no_more()
         self.apply(self._serving.unserved)
         return True
@@ -214,11 +219,15 @@ class _Barrier(Exchange):
             self.apply([managed.parameter for managed, _ in self._pending.values()])
 
     def apply(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Wait for the averages of those of ``parameters`` that are pending, and update them. Raises the first failure, when all has ended that
-        was pending; nothing is then."""
+        """Wait for the averages of those of ``parameters`` that are pending, and update them, and what else has come home by then: an update
+        of many costs little more than one of few. Raises the first failure, when all has ended that was pending; nothing is then."""
         pending = [self._pending.pop(id(p)) for p in parameters if id(p) in self._pending]
         if not pending:
             return
+        for _, pushed in pending:
+            with contextlib.suppress(Exception):    # told below
+                pushed.handle.wait()
+        pending += self._arrived()
         before = [managed.parameter.grad for managed, _ in pending]     # zero_grad() may have come already
         failures = [*self._receive_all(pending), self._heed(self._users)]
         self._users = None      # heeded, for all that is pending
@@ -235,6 +244,15 @@ class _Barrier(Exchange):
             if grad is not pushed.gradient or not managed.wanted:
                 managed.parameter.grad = grad if grad is not pushed.gradient else None
         self._let_go()
+
+    def _arrived(self) -> list[tuple[Managed, _Pushed]]:
+        """Take out what has come home. It comes by urgency, which is the order here: what follows one that has not is not looked at.
+
+        The first step is made module by module, so that an optimizer that looks across parameters is found out whatever the network does."""
+        if not self._parts_agree:
+            return []
+        arrived = list(itertools.takewhile(lambda key: self._pending[key][1].handle.done(), self._pending))
+        return [self._pending.pop(key) for key in arrived]
 
     def _receive_all(self, pending: list[tuple[Managed, _Pushed]]) -> list[Exception | None]:
         def receive(managed: Managed) -> None:
@@ -257,6 +275,7 @@ class _Barrier(Exchange):
         numbers = [i for i, params in enumerate(chosen) if params]
         if not numbers:
             return
+        self._parts += 1
         part.param_groups = [{**self._options[i], "params": chosen[i]} for i in numbers]
         base.step(part)
         for i, group in zip(numbers, part.param_groups, strict=True):

@@ -356,7 +356,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 def _is_alone(tensor: torch.Tensor) -> bool:
     """Whether no other tensor can live in the same memory, and so share its version counter."""
-    return tensor.untyped_storage().nbytes() == tensor.nbytes
+    return bool(tensor.untyped_storage().nbytes() == tensor.nbytes)
 
 
 def _hook_for(exchange: weakref.ref[Exchange], managed: Managed) -> Callable[[torch.Tensor], None]:
