@@ -66,6 +66,7 @@ class Exchange:
 
     Whether a gradient is sparse is known to a worker that has one, and a worker that has none must send what the others do. So until every parameter
     has had a gradient somewhere, :meth:`complete` begins with a small sum of who has which kind. ``sparse_as_dense``: nothing travels sparse.
+    ``average``: whether gradients become averages, or sums.
     """
 
     asynchronous = False
@@ -74,12 +75,12 @@ class Exchange:
 
     def __init__(
         self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor] | None, passes: int, active: bool,
-        sparse_as_dense: bool = False,
+        sparse_as_dense: bool = False, average: bool = True,
     ) -> None:
         self.active = active
         self.synchronized = False       # every grad holds the average, and backward has added nothing since
         self.implicit = False           # ... because somebody has looked, not because synchronize() was called
-        self._compression, self._passes, self._as_dense = compression or NoneCompressor, passes, sparse_as_dense
+        self._compression, self._passes, self._as_dense, self._average = compression or NoneCompressor, passes, sparse_as_dense, average
         self._managed: list[Managed] = []
         self._session: object = None    # in which job the kinds were agreed
         self.finalizer: Any = None      # detaches when the optimizer goes
@@ -249,7 +250,7 @@ class Exchange:
         check_writable(gradient, what)
         plain = gradient.detach()
         wire, ctx = self._compression.compress(plain)
-        handle = submit(wire, wire, PREFIX + managed.name, average=True, priority=managed.priority)
+        handle = submit(wire, wire, PREFIX + managed.name, average=self._average, priority=managed.priority)
         managed.pushed = _Pushed(gradient, handle, ctx, _version(gradient))
 
     def _push_sparse(self, managed: Managed) -> None:
@@ -261,7 +262,7 @@ class Exchange:
             given = gradient
         elif gradient is not None:      # the others have to hear of it
             kind["kind"] = DENSE
-        managed.pushed = SparseSum(given, True, f"{PREFIX}{managed.name}.sparse", self._compression, **kind)
+        managed.pushed = SparseSum(given, self._average, f"{PREFIX}{managed.name}.sparse", self._compression, **kind)
 
     def _discard(self, managed: Managed) -> None:
         pushed, managed.pushed = managed.pushed, None
