@@ -106,11 +106,11 @@ def check_writable(tensor: torch.Tensor, what: str) -> None:
         reach += stride * (length - 1)
 
 
-def check_replaceable(tensor: torch.Tensor, what: str) -> None:
+def check_replaceable(tensor: torch.Tensor, what: str, instead: str = "push_pull()") -> None:
     """Raise :class:`UnsupportedTensor` unless ``tensor``, which can be sent, can also hold the result, with autograd knowing of it."""
     if tensor.grad_fn is not None and torch.is_grad_enabled():
         raise UnsupportedTensor(f"{what}: the tensor is the result of an operation that autograd follows, and would not know of being "
-                                "overwritten; take the verb that makes a new tensor, which has a gradient, or detach() it first")
+                                f"overwritten; use {instead}, which has a gradient, or detach() it first")
     check_writable(tensor, what)
 
 

@@ -73,7 +73,7 @@ def _begin_broadcast(tensor: torch.Tensor, root_rank: int, name: str | None, inp
     wire = wire_name("broadcast", name, tensor)
     check_root(root_rank)
     if inplace:
-        check_replaceable(tensor, wire)
+        check_replaceable(tensor, wire, "broadcast()")
     target = tensor if inplace else tensor.detach().clone()
     return Pending([Overwriting(target, root_rank, wire)], lambda results: results[0])
 

@@ -122,7 +122,7 @@ def begin_new(tensor: torch.Tensor, name: str | None, how: How) -> Pending:
 
 def begin_inplace(tensor: torch.Tensor, name: str | None, how: How) -> Pending:
     wire = wire_name(how.verb, name, tensor)
-    check_replaceable(tensor, wire)
+    check_replaceable(tensor, wire, "allreduce()")
     pending = _begin(tensor, tensor, wire, how)
     mark_written(tensor)
     return pending
