@@ -33,7 +33,8 @@ class Pending:
 
     def done(self) -> bool:
         """Whether all parts have ended, well or not. Does not block."""
-        return all(part.done() for part in self._parts)
+        ended = [part.done() for part in self._parts]   # of each, since asking a gather of rows lets it go on
+        return all(ended)
 
     def wait(self) -> Any:
         """The result. May be called again. Raises what made the first part fail."""
