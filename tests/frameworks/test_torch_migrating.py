@@ -20,6 +20,7 @@ from torch_job import launch
 import bpsx
 import bpsx.torch as bps
 import bpsx.torch.cross_barrier
+import bpsx.torch.horovod as hvd
 import bpsx.torch.parallel
 
 pytestmark = pytest.mark.timeout(300)
@@ -54,9 +55,11 @@ def test_the_page_shows_the_differences() -> None:
 
 def test_the_page_names_what_there_is() -> None:
     text = re.sub(r"```.*?```", "", PAGE.read_text(), flags=re.S)
-    named = {(module, name) for module, name in re.findall(r"\b(bps|bpsx|dist)\.([a-zA-Z_]\w*)", text)} - {("bpsx", "torch")}
-    places = {"bps": bps, "bpsx": bpsx, "dist": torch.distributed}
-    assert len(named) > 30
+    named = {(module, name) for module, name in re.findall(r"\b(bps|bpsx|dist|hvd)\.([a-zA-Z_]\w*)", text)} - {("bpsx", "torch"), ("hvd", "elastic")}
+    places = {"bps": bps, "bpsx": bpsx, "dist": torch.distributed, "hvd": hvd}
+    assert len(named) > 50
+    words = set(re.findall(r"\w+", text[text.index("## From Horovod"):]))
+    assert [name for name in hvd.__all__ if name not in words] == [], "all of Horovod's names are in its table"
     assert [n for n in named if not hasattr(places[n[0]], n[1])] == []
     for link in re.findall(r"\]\(([^)#]+)", text):
         assert (PAGE.parent / link).exists(), link
@@ -68,6 +71,11 @@ def test_only_imports_differ_from_byteps() -> None:
     changed = [line for line in difference("byteps_before.py", "byteps_after.py").splitlines()[2:] if line.startswith("+")]
     assert len(changed) == 3 and all("import" in line for line in changed)
     assert len(BYTEPS) == 18 and not [name for name in BYTEPS if not hasattr(bps, name)]
+
+
+def test_only_the_import_differs_from_horovod() -> None:
+    before, after = ((SCRIPTS / f"horovod_{which}.py").read_text() for which in ("before", "after"))
+    assert after == before.replace("import horovod.torch as hvd", "import bpsx.torch.horovod as hvd") and after != before
 
 
 def test_what_has_got_into_the_place_of_average_is_refused() -> None:
@@ -90,26 +98,37 @@ def losses(output: str, epochs: int = 3) -> list[float]:
     return found
 
 
-def trained(script: str, *arguments: str) -> list[float]:
-    status, output = launch([sys.executable, str(SCRIPTS / script), *arguments], workers=2, servers=1)
+#: Runs scripts one after another in one process, each as ``__main__``: importing PyTorch takes longer than what they do.
+RUN = """
+import gc, runpy, sys
+for line in sys.argv[1:]:
+    print("script", line, flush=True)
+    sys.argv = line.split()
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    gc.collect()
+"""
+AFTER = ["byteps_after.py --way cross-barrier", "byteps_after.py --way module", "byteps_after.py --fp16-pushpull", "ddp_after_backend.py",
+         "ddp_after_hook.py", "horovod_after.py --fp16-allreduce --gradient-predivide-factor 2"]
+
+
+def trained() -> dict[str, list[float]]:
+    """The losses of all scripts, with two workers."""
+    status, output = launch([sys.executable, "-c", RUN, *(f"{SCRIPTS}/{line}" for line in AFTER)], workers=2, servers=1)
     assert status == 0, output[-3000:]
+    told: dict[str, dict[str, str]] = {line: {"0": "", "1": ""} for line in AFTER}
+    script = {"0": "", "1": ""}
     for line in output.splitlines():
-        assert re.fullmatch(r"\[worker \d\] (epoch \d|worker \d): .*", line), output      # and nothing on the way out
-    return losses(output)
+        match = re.fullmatch(r"\[worker (\d)\] (script \S*/(.*)|(epoch \d|worker \d): .*)", line)
+        assert match, output      # and nothing on the way out
+        if match[3]:
+            script[match[1]] = match[3]
+        else:
+            told[script[match[1]]][match[1]] += line + "\n"
+    return {script: losses(by["0"] + by["1"]) for script, by in told.items()}
 
 
-def test_a_script_for_byteps() -> None:
-    ways = [trained("byteps_after.py", "--way", way) for way in ("cross-barrier", "module")]
-    assert ways[0] == ways[1]
-    assert trained("byteps_after.py", "--fp16-pushpull") == pytest.approx(ways[0], abs=0.02)
-
-
-def test_a_script_for_horovod() -> None:
-    trained("horovod_after.py", "--fp16-allreduce")
-
-
-def test_a_script_for_ddp() -> None:
-    """As it was, with gloo, and both that it becomes: the same losses."""
+def trained_with_gloo() -> list[float]:
+    """The losses of the script for DDP as it was."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
@@ -122,9 +141,17 @@ def test_a_script_for_ddp() -> None:
         for p in ranks:
             p.kill()
     assert [p.returncode for p in ranks] == [0, 0], output
-    before = losses(output)
+    return losses(output)
+
+
+def test_the_scripts_train() -> None:
+    """Those for one thing have the same losses, whatever way they go."""
+    found, gloo = trained(), trained_with_gloo()
+    module = found["byteps_after.py --way module"]
+    assert found["byteps_after.py --way cross-barrier"] == module
+    assert found["byteps_after.py --fp16-pushpull"] == pytest.approx(module, abs=0.02)
     for script in ("ddp_after_backend.py", "ddp_after_hook.py"):
-        assert trained(script) == pytest.approx(before, abs=1e-3)
+        assert found[script] == pytest.approx(gloo, abs=1e-3)
 
 
 if __name__ == "__main__":

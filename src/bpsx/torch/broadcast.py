@@ -87,22 +87,37 @@ def check_root(root_rank: Any) -> None:
         raise ConfigError(f"root_rank={root_rank!r}: allowed are 0 to {size - 1}")
 
 
-def _broadcast_all(pairs: list[tuple[str, torch.Tensor]], root: int, prefix: str) -> None:
-    """All at once; then wait for each. Where a tensor is not plain memory, a copy travels and is copied back."""
-    ours = _adapter.session()
-    under_way: list[tuple[torch.Tensor, torch.Tensor, Handle]] = []
-    for name, tensor in pairs:
-        stage = plain_copy(tensor)
-        under_way.append((tensor, stage, ours.broadcast(prefix + name, bytes_view(stage), root)))
-    for tensor, stage, handle in under_way:
-        handle.wait()
-        if ours.rank == root:
-            continue
-        if is_plain(tensor):
-            mark_written(tensor)
+class Overwriting:
+    """A broadcast under way: ``tensor``, which is checked, becomes what it is on worker ``root``. If it is not plain memory, a copy travels and is
+    copied back. Once waited for, the tensor is complete."""
+
+    def __init__(self, tensor: torch.Tensor, root: int, name: str) -> None:
+        self._tensor, self._stage = tensor, plain_copy(tensor)
+        ours = _adapter.session()
+        self._keeps = ours.rank == root
+        self._handle: Handle = ours.broadcast(name, bytes_view(self._stage), root)
+
+    def done(self) -> bool:
+        """Whether the transfer has ended, well or not. Does not block."""
+        return self._handle.done()
+
+    def wait(self) -> torch.Tensor:
+        """The tensor. Raises what made the broadcast fail."""
+        self._handle.wait()
+        if self._keeps:
+            return self._tensor
+        if is_plain(self._tensor):
+            mark_written(self._tensor)
         else:
             with torch.no_grad():
-                tensor.detach().copy_(stage)
+                self._tensor.detach().copy_(self._stage)
+        return self._tensor
+
+
+def _broadcast_all(pairs: list[tuple[str, torch.Tensor]], root: int, prefix: str) -> None:
+    """All at once; then wait for each."""
+    for begun in [Overwriting(tensor, root, prefix + name) for name, tensor in pairs]:
+        begun.wait()
 
 
 def bytes_view(tensor: torch.Tensor) -> TensorView:

@@ -70,6 +70,7 @@ class Exchange:
     Whether a gradient is sparse is known to a worker that has one, and a worker that has none must send what the others do. So until every parameter
     has had a gradient somewhere, :meth:`complete` begins with a small sum of who has which kind. ``sparse_as_dense``: nothing travels sparse.
     A parameter that has no gradient on any worker keeps none, as it would in one process; :class:`Users` tells.
+    ``average``: whether gradients become averages, or sums.
     """
 
     asynchronous = False
@@ -78,12 +79,12 @@ class Exchange:
 
     def __init__(
         self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor] | None, passes: int, active: bool,
-        sparse_as_dense: bool = False,
+        sparse_as_dense: bool = False, average: bool = True,
     ) -> None:
         self.active = active
         self.synchronized = False       # every grad holds the average, and backward has added nothing since
         self.implicit = False           # ... because somebody has looked, not because synchronize() was called
-        self._compression, self._passes, self._as_dense = compression or NoneCompressor, passes, sparse_as_dense
+        self._compression, self._passes, self._as_dense, self._average = compression or NoneCompressor, passes, sparse_as_dense, average
         self._managed: list[Managed] = []
         self._session: object = None    # in which job the kinds were agreed
         self._begun = False             # backward has run since the last wait
@@ -286,7 +287,7 @@ class Exchange:
         check_tensor(gradient, managed.what)
         check_writable(gradient, managed.what)
         wire, ctx = self._compression.compress(gradient.detach())
-        handle = submit(wire, wire, managed.wire, average=True, priority=managed.priority)
+        handle = submit(wire, wire, managed.wire, average=self._average, priority=managed.priority)
         managed.pushed = _Pushed(gradient, handle, ctx, _version(gradient))
 
     def _push_sparse(self, managed: Managed) -> None:
@@ -298,7 +299,7 @@ class Exchange:
             given = gradient
         elif gradient is not None:      # the others have to hear of it
             kind["kind"] = DENSE
-        managed.pushed = SparseSum(given, True, f"{PREFIX}{managed.name}.sparse", self._compression, **kind)
+        managed.pushed = SparseSum(given, self._average, f"{PREFIX}{managed.name}.sparse", self._compression, **kind)
 
     def _discard(self, managed: Managed) -> None:
         pushed, managed.pushed = managed.pushed, None

@@ -17,7 +17,7 @@ import torch
 from bpsx import _adapter
 from bpsx.errors import ConfigError, MismatchError
 from bpsx.torch.broadcast import bytes_view, capacity
-from bpsx.torch.ops import Handle, UnsupportedTensor, check_tensor, dtype_name, is_plain, mark_written, outside_graphs, push_pull
+from bpsx.torch.ops import Handle, UnsupportedTensor, check_tensor, dtype_name, is_plain, mark_written, outside_graphs, push_pull, unnamed
 
 #: Bytes of what workers tell each other about their rows: their number, and a description that has to be the same.
 _HEADER, _COUNT = 192, 8
@@ -63,7 +63,7 @@ def all_gather_async(outputs: Sequence[torch.Tensor], mine: torch.Tensor, name: 
 
 
 class RowGathering:
-    """An all_gather of rows under way. Two exchanges, one after the other: :meth:`advance` begins the second.
+    """An all_gather of rows under way. Two exchanges, one after the other: :meth:`advance` begins the second, as :meth:`done` does in time.
 
     ``tensors``: dense CPU tensors that have, on one worker, the same length of dimension 0; otherwise, workers must agree on shapes and dtypes.
     ``kind``: text that has to be the same on all workers as well. Raises :class:`~bpsx.torch.UnsupportedTensor`.
@@ -84,7 +84,9 @@ class RowGathering:
         self._handles: list[Handle] = []
 
     def done(self) -> bool:
-        """Whether everything has ended, well or not. Does not block; begins nothing."""
+        """Whether everything has ended, well or not. Does not block; begins the second exchange if the first has ended."""
+        if self._headers.done():
+            self.advance()
         return self._failure is not None or bool(self._counts) and all(h.done() for h in self._handles)
 
     def advance(self) -> None:
@@ -142,19 +144,19 @@ class _AllGather(torch.autograd.Function):  # type: ignore[misc]
     """See :func:`all_gather`."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, name: str, average: bool) -> torch.Tensor:
         """All workers' rows."""
         parts, = RowGathering([tensor], name).wait()
         begins = [0, *itertools.accumulate(len(p) for p in parts)]
         rank = _adapter.session().rank
-        ctx.name, ctx.mine = name, slice(begins[rank], begins[rank + 1])
+        ctx.name, ctx.average, ctx.mine = name, average, slice(begins[rank], begins[rank + 1])
         return torch.cat(parts)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Sum over workers, of which this worker's rows are its own."""
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Sum or average over workers, of which this worker's rows are its own."""
         padding = gradient.new_zeros((capacity(len(gradient)) - len(gradient), *gradient.shape[1:]))
-        return push_pull(torch.cat([gradient, padding]), average=False, name=f"{ctx.name}.grad")[ctx.mine], None
+        return push_pull(torch.cat([gradient, padding]), average=ctx.average, name=f"{ctx.name}.grad")[ctx.mine], None, None
 
 
 @outside_graphs
@@ -174,5 +176,10 @@ def all_gather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     check_tensor(tensor, f"all_gather of {name!r}" if name else "all_gather")
     if tensor.dim() == 0:
         raise UnsupportedTensor("all_gather: a tensor with at least one dimension is needed; give tensor.reshape(1)")
-    result: torch.Tensor = _AllGather.apply(tensor, name or f"all_gather.noname.{dtype_name(tensor)}.{tuple(tensor.shape[1:])}")
+    return gathered_rows(tensor, name or unnamed("all_gather", tensor, whole=False))
+
+
+def gathered_rows(tensor: torch.Tensor, name: str, average: bool = False) -> torch.Tensor:
+    """:func:`all_gather` of what is checked. ``average``: backward averages the gradients instead."""
+    result: torch.Tensor = _AllGather.apply(tensor, name, average)
     return result

@@ -107,6 +107,14 @@ def check_writable(tensor: torch.Tensor, what: str) -> None:
         reach += stride * (length - 1)
 
 
+def check_replaceable(tensor: torch.Tensor, what: str, instead: str = "push_pull()") -> None:
+    """Raise :class:`UnsupportedTensor` unless ``tensor``, which can be sent, can also hold the result, with autograd knowing of it."""
+    if tensor.grad_fn is not None and torch.is_grad_enabled():
+        raise UnsupportedTensor(f"{what}: the tensor is the result of an operation that autograd follows, and would not know of being "
+                                f"overwritten; use {instead}, which has a gradient, or detach() it first")
+    check_writable(tensor, what)
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the memory at ``data_ptr()`` is the elements, in order, with no pending negation or conjugation."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
@@ -165,13 +173,18 @@ def submit(
             stage_out = stage_in if output is source else output.detach()
     view = view_of(stage_in, dtype)
     handle: Handle = _adapter.session().push_pull(
-        name or _noname(source), view, view if stage_out is stage_in else view_of(stage_out, dtype), average=average, priority=priority,
+        name or unnamed("push_pull", source), view, view if stage_out is stage_in else view_of(stage_out, dtype), average=average, priority=priority,
         will_wait=will_wait, result=output)
     return StagedHandle(handle, stage_out, output) if staged else handle
 
 
-def _noname(tensor: torch.Tensor) -> str:
-    return f"push_pull.noname.{dtype_name(tensor)}.{tuple(tensor.shape)}"
+def unnamed(verb: str, tensor: torch.Tensor, whole: bool = True) -> str:
+    """What an operation without a name is called: by what its tensor is, or by the shape of its rows unless ``whole``.
+
+    Calls of one name are matched in the order in which each worker makes them, so equal sequences of calls meet. A counter would make a new name of
+    every call, and what a name means is never forgotten.
+    """
+    return f"{verb}.noname.{dtype_name(tensor)}.{tuple(tensor.shape if whole else tensor.shape[1:])}"
 
 
 def _checked(tensor: Any, average: bool, name: str | None, version: int) -> str:
@@ -193,10 +206,7 @@ def _check_arguments(average: Any, name: Any, version: Any) -> None:
 def _begin(tensor: torch.Tensor, average: bool, name: str | None, version: int, priority: int, inplace: bool, will_wait: bool) -> Handle:
     what = _checked(tensor, average, name, version)
     if inplace:
-        if tensor.grad_fn is not None and torch.is_grad_enabled():
-            raise UnsupportedTensor(f"{what}: the tensor is the result of an operation that autograd follows, and would not know of being "
-                                    "overwritten; use push_pull(), which has a gradient, or detach() it first")
-        check_writable(tensor, what)
+        check_replaceable(tensor, what)
     output = tensor if inplace else torch.empty_like(tensor, requires_grad=False)
     handle = submit(tensor, output, name, average=average, priority=priority, will_wait=will_wait)
     if inplace:
@@ -291,7 +301,7 @@ def push_pull(
         _check_arguments(average, name, version)
         return push_pull_sparse(tensor, average, name, compression)
     _checked(tensor, average, name, version)
-    return _differentiable(tensor, _Options(average, name or _noname(tensor), priority, compression))
+    return _differentiable(tensor, _Options(average, name or unnamed("push_pull", tensor), priority, compression))
 
 
 @outside_graphs

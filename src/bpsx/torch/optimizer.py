@@ -63,9 +63,17 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     :class:`GradientOrderError` if it runs again before ``step()``; ``step()`` raises whatever made a push fail, as
     :func:`bpsx.torch.synchronize` does. Not thread-safe.
     """
+    return distribute(optimizer, named_parameters, compression, backward_passes_per_step, sparse_as_dense)
+
+
+def distribute(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None, compression: type[Compressor],
+    backward_passes_per_step: int, sparse_as_dense: bool, average: bool = True,
+) -> torch.optim.Optimizer:
+    """:func:`DistributedOptimizer`; with ``average=False`` gradients are sums over the workers, which asynchronous training does not have."""
     check_optimizer(optimizer)
     names = names_of(optimizer, named_parameters)
-    exchange = _exchange_for(names, compression, checked_passes(backward_passes_per_step), sparse_as_dense)
+    exchange = _exchange_for(names, compression, checked_passes(backward_passes_per_step), sparse_as_dense, average)
     return mix_in(_DistributedOptimizer, optimizer, exchange)
 
 
@@ -198,14 +206,19 @@ class _DistributedOptimizer(_Base):
     step.hooked = True  # type: ignore[attr-defined]
 
 
-def _exchange_for(names: list[tuple[str, torch.Tensor]], compression: type[Compressor], passes: int, sparse_as_dense: bool) -> Exchange:
+def _exchange_for(
+    names: list[tuple[str, torch.Tensor]], compression: type[Compressor], passes: int, sparse_as_dense: bool, average: bool,
+) -> Exchange:
     """Of gradients, or of weights in asynchronous training. Raises :class:`ConfigError`."""
     config = _adapter.session().config
     if not config.asynchronous:
-        return Exchange(names, compression, passes, config.distributed, sparse_as_dense)
+        return Exchange(names, compression, passes, config.distributed, sparse_as_dense, average)
     if compression is not Compression.none:
         raise ConfigError(f"DistributedOptimizer: compression={compression.__name__} with BYTEPS_ENABLE_ASYNC=1: servers add to the weights "
                           "themselves, so only Compression.none is possible")
+    if not average:
+        raise ConfigError("DistributedOptimizer: gradients are to be summed (op=Sum) with BYTEPS_ENABLE_ASYNC=1: there each worker steps on its own "
+                          "gradients; leave op out")
     return AsyncExchange(names, passes)
 
 

@@ -15,6 +15,8 @@ parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--lr", type=float, default=0.05)
 parser.add_argument("--seed", type=int, default=42)
 parser.add_argument("--fp16-allreduce", action="store_true")
+parser.add_argument("--use-adasum", action="store_true")
+parser.add_argument("--gradient-predivide-factor", type=float, default=1.0)
 args = parser.parse_args()
 
 hvd.init()
@@ -50,7 +52,8 @@ test_sampler = DistributedSampler(test_set, num_replicas=hvd.size(), rank=hvd.ra
 test_loader = DataLoader(test_set, batch_size=64, sampler=test_sampler)
 
 model = Net()
-optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=0.5)
+lr_scaler = hvd.size() if not args.use_adasum else hvd.local_size() if hvd.nccl_built() else 1
+optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * lr_scaler, momentum=0.5)
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
@@ -58,7 +61,8 @@ optimizer = hvd.DistributedOptimizer(
     optimizer,
     named_parameters=model.named_parameters(),
     compression=compression,
-    op=hvd.Average,
+    op=hvd.Adasum if args.use_adasum else hvd.Average,
+    gradient_predivide_factor=args.gradient_predivide_factor,
 )
 
 
@@ -76,25 +80,30 @@ def train(epoch):
 
 def test(epoch):
     model.eval()
-    loss, right, wrong = torch.tensor(0.0), torch.tensor(0), []
+    loss, worst, right, wrong = torch.tensor(0.0), torch.tensor(0.0), torch.tensor(0), []
     with torch.no_grad():
         for data, target in test_loader:
             output = model(data)
-            loss += F.cross_entropy(output, target, reduction="sum") / len(test_sampler)
+            losses = F.cross_entropy(output, target, reduction="none")
+            loss += losses.sum() / len(test_sampler)
+            worst = torch.maximum(worst, losses.max())
             right += (output.argmax(1) == target).sum()
             wrong.append(target[output.argmax(1) != target])
     loss = hvd.allreduce(loss, name="avg_loss")
-    right = hvd.allreduce(right, op=hvd.Sum, name="right")
+    worst = hvd.allreduce(worst, op=hvd.Max)
+    right_handle = hvd.allreduce_async_(right, op=hvd.Sum, name="right")
     wrong = hvd.allgather(torch.cat(wrong), name="wrong")
+    right = hvd.synchronize(right_handle)
     if hvd.rank() == 0:
-        print(f"epoch {epoch}: loss {loss.item():.4f}, {right.item() / len(test_set):.1%} right, hardest {wrong.mode().values.item()}"
-              if len(wrong) else f"epoch {epoch}: loss {loss.item():.4f}, all right", flush=True)
+        print(f"epoch {epoch}: loss {loss.item():.4f}, {worst.item():.2f} at worst, {right.item() / len(test_set):.1%} right, {len(wrong)} wrong",
+              flush=True)
 
 
 plan = hvd.broadcast_object({"epochs": args.epochs}, root_rank=0)
 test(0)
 for epoch in range(1, plan["epochs"] + 1):
     train(epoch)
+    hvd.join()
     test(epoch)
 totals = hvd.allgather_object(sum(p.double().sum().item() for p in model.parameters()))
 print(f"worker {hvd.rank()}: weights add up to {totals[hvd.rank()]!r}", flush=True)

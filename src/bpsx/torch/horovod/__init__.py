@@ -1,0 +1,91 @@
+"""Horovod's names for PyTorch: ``import bpsx.torch.horovod as hvd`` in the place of ``import horovod.torch as hvd``.
+
+All of ``horovod.torch`` 0.28 with its arguments, order and defaults, on what :mod:`bpsx.torch` has. What summation servers cannot do (Adasum,
+process sets of some of the workers, elastic) is refused by a :class:`~bpsx.errors.ConfigError` that says what there is instead. Questions about MPI,
+gloo, NCCL and the like are answered with False: none of them is in use. docs/migrating.md has all names.
+
+Thread-safety is that of :mod:`bpsx.torch`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bpsx.api import local_rank, local_size, rank, shutdown, size
+from bpsx.errors import BpsxError as HorovodInternalError
+from bpsx.torch.batch_norm import SyncBatchNorm
+from bpsx.torch.compression import Compression
+from bpsx.torch.horovod.gathers import (
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+)
+from bpsx.torch.horovod.job import (
+    ProcessSet,
+    add_process_set,
+    barrier,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    init,
+    is_homogeneous,
+    is_initialized,
+    join,
+    no,
+    refuse_elastic,
+    remove_process_set,
+    start_timeline,
+    stop_timeline,
+)
+from bpsx.torch.horovod.pending import poll, synchronize
+from bpsx.torch.horovod.reductions import (
+    ReduceOp,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+)
+from bpsx.torch.horovod.scattering import grouped_reducescatter, grouped_reducescatter_async, reducescatter, reducescatter_async
+from bpsx.torch.horovod.training import (
+    DistributedOptimizer,
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+
+Average, Sum, Adasum = ReduceOp.Average, ReduceOp.Sum, ReduceOp.Adasum
+Min, Max, Product = ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
+
+mpi_threads_supported = mpi_enabled = mpi_built = gloo_enabled = gloo_built = no
+nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = no
+
+__all__ = [
+    "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError", "Max", "Min", "ProcessSet", "Product", "Sum", "SyncBatchNorm",
+    "add_process_set", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_",
+    "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object",
+    "broadcast_optimizer_state", "broadcast_parameters", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set",
+    "gloo_built", "gloo_enabled", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
+    "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async", "init", "is_homogeneous",
+    "is_initialized", "join", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank",
+    "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built", "shutdown", "size", "sparse_allreduce_async", "start_timeline",
+    "stop_timeline", "synchronize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "elastic":
+        refuse_elastic()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,202 @@
+"""allgather, broadcast and alltoall in Horovod's forms, on broadcasts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from bpsx import _adapter
+from bpsx.errors import ConfigError
+from bpsx.torch.broadcast import Overwriting, check_root
+from bpsx.torch.gather import RowGathering, all_gather_async, gathered_rows
+from bpsx.torch.horovod.job import ProcessSet, check_process_set, global_process_set
+from bpsx.torch.horovod.pending import Pending, group_names, needs_gradient, wire_name
+from bpsx.torch.ops import check_replaceable, outside_graphs, push_pull
+
+# ---- allgather
+
+def _begin_allgather(tensor: torch.Tensor, name: str | None) -> Pending:
+    rows = RowGathering([tensor], wire_name("allgather", name, tensor, rows=True))
+    return Pending([rows], lambda results: torch.cat(results[0][0]))
+
+
+def _allgather(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
+    return gathered_rows(tensor, wire_name("allgather", name, tensor, rows=True), average=True)
+
+
+@outside_graphs
+def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
+    """The rows of all workers' ``tensor``, in the order of their ranks, as :func:`bpsx.torch.all_gather`.
+
+    Differentiable; the gradient is Horovod's: the own rows of the average of all workers' gradients, where bpsx.torch has the sum. Raises
+    :class:`ConfigError`, and as :func:`bpsx.torch.all_gather`.
+    """
+    check_process_set(process_set)
+    return _allgather(tensor, name)
+
+
+@outside_graphs
+def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Pending:
+    """Begin :func:`allgather`, without autograd. ``tensor`` must not change until the end.
+
+    The workers tell each other how many rows they have; the rows follow at the next :func:`poll` or :func:`synchronize` after that.
+    """
+    check_process_set(process_set)
+    return _begin_allgather(tensor, name)
+
+
+@outside_graphs
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """:func:`allgather` of each of ``tensors``, which are called ``name.0``, ``name.1``, … All are under way at once, unless autograd follows one."""
+    check_process_set(process_set)
+    named = list(zip(tensors, group_names("allgather", name, tensors)))
+    if needs_gradient(tensors):
+        return [_allgather(t, n) for t, n in named]
+    return list(Pending([_begin_allgather(t, n) for t, n in named]).wait())
+
+
+@outside_graphs
+def grouped_allgather_async(tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set) -> Pending:
+    """Begin :func:`grouped_allgather`, without autograd."""
+    check_process_set(process_set)
+    return Pending([_begin_allgather(t, n) for t, n in zip(tensors, group_names("allgather", name, tensors))])
+
+
+# ---- broadcast
+
+def _begin_broadcast(tensor: torch.Tensor, root_rank: int, name: str | None, inplace: bool, process_set: ProcessSet) -> Pending:
+    check_process_set(process_set)
+    wire = wire_name("broadcast", name, tensor)
+    check_root(root_rank)
+    if inplace:
+        check_replaceable(tensor, wire, "broadcast()")
+    target = tensor if inplace else tensor.detach().clone()
+    return Pending([Overwriting(target, root_rank, wire)], lambda results: results[0])
+
+
+class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
+    """See :func:`broadcast`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> torch.Tensor:
+        """The root's."""
+        ctx.root_rank, ctx.name = root_rank, f"{wire_name('broadcast', name, tensor)}.grad"
+        result: torch.Tensor = _begin_broadcast(tensor, root_rank, name, False, process_set).wait()
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """Of the root's, the average of all; of all others, which have no influence, none."""
+        average = push_pull(gradient, average=True, name=ctx.name)
+        return average if _adapter.session().rank == ctx.root_rank else torch.zeros_like(gradient), None, None, None
+
+
+@outside_graphs
+def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
+    """Worker ``root_rank``'s ``tensor``, bit for bit, as a new tensor; ``tensor`` stays as it is. Shape and dtype, any one, must agree.
+
+    Differentiable; the gradient is Horovod's: on the root the average of all workers' gradients, elsewhere zero. Raises :class:`ConfigError`, also
+    for a root that does not exist, and as :func:`bpsx.torch.synchronize`.
+    """
+    result: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
+    return result
+
+
+@outside_graphs
+def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
+    """As :func:`broadcast`, in the place of ``tensor``, which it returns; without autograd."""
+    result: torch.Tensor = _begin_broadcast(tensor, root_rank, name, True, process_set).wait()
+    return result
+
+
+@outside_graphs
+def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Pending:
+    """Begin :func:`broadcast`, without autograd."""
+    return _begin_broadcast(tensor, root_rank, name, False, process_set)
+
+
+@outside_graphs
+def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Pending:
+    """Begin :func:`broadcast_`. ``tensor`` must not be used until :func:`synchronize` has returned."""
+    return _begin_broadcast(tensor, root_rank, name, True, process_set)
+
+
+# ---- alltoall
+
+_Splits: TypeAlias = torch.Tensor | Sequence[int] | None
+
+
+def _checked_splits(tensor: torch.Tensor, splits: _Splits) -> list[int]:
+    """How many rows go to each worker. Raises :class:`ConfigError`."""
+    size, rows = _adapter.session().size, len(tensor)
+    if splits is None:
+        if rows % size:
+            raise ConfigError(f"alltoall: {rows} rows cannot be divided evenly among {size} workers; give splits")
+        return [rows // size] * size
+    given = [int(n) for n in splits]
+    if len(given) != size or min(given) < 0 or sum(given) > rows:
+        raise ConfigError(f"alltoall: splits={given}: {size} numbers from 0, one for each worker, of at most {rows} rows together are needed")
+    return given
+
+
+def _begin_alltoall(tensor: torch.Tensor, splits: list[int], dtype: torch.dtype, wire: str) -> Pending:
+    """All rows travel to all workers, with all splits; each keeps its own. ``tensor`` has as many rows as ``splits`` say."""
+    ours = _adapter.session()
+    told = all_gather_async([torch.empty(ours.size, dtype=torch.int64) for _ in range(ours.size)], torch.tensor(splits), f"{wire}.splits")
+
+    def finish(results: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        mine = [rows.split(each.tolist())[ours.rank] for each, rows in zip(results[0], results[1][0], strict=True)]
+        return torch.cat(mine), torch.tensor([len(part) for part in mine], dtype=dtype)
+
+    return Pending([told, RowGathering([tensor], wire)], finish)
+
+
+class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
+    """See :func:`alltoall`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, splits: list[int], dtype: torch.dtype, wire: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """What all others have for this worker, and how much of it is whose."""
+        output, received = _begin_alltoall(tensor, splits, dtype, wire).wait()
+        ctx.received, ctx.dtype, ctx.wire = received.tolist(), dtype, wire
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: object) -> tuple[torch.Tensor, None, None, None]:
+        """Back to where the rows came from."""
+        return _AllToAll.apply(gradient, ctx.received, ctx.dtype, f"{ctx.wire}.grad")[0], None, None, None
+
+
+def _prepared(tensor: torch.Tensor, splits: _Splits, name: str | None, process_set: ProcessSet) -> tuple[torch.Tensor, list[int], torch.dtype, str]:
+    check_process_set(process_set)
+    wire = wire_name("alltoall", name, tensor, rows=True)
+    numbers = _checked_splits(tensor, splits)
+    return tensor[:sum(numbers)], numbers, splits.dtype if isinstance(splits, torch.Tensor) else torch.int32, wire
+
+
+@outside_graphs
+def alltoall(
+    tensor: torch.Tensor, splits: _Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """What all workers have for this one, in the order of their ranks: with ``splits``, which say how many rows of ``tensor`` go to each worker, also
+    how many have come from each (int32, or the dtype of ``splits``); without it the rows are divided evenly.
+
+    Differentiable: gradients go back to where the rows came from. All rows travel to all workers. Raises :class:`ConfigError`, and as
+    :func:`allgather`.
+    """
+    output, received = _AllToAll.apply(*_prepared(tensor, splits, name, process_set))
+    return output if splits is None else (output, received)
+
+
+@outside_graphs
+def alltoall_async(
+    tensor: torch.Tensor, splits: _Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set,
+) -> Pending:
+    """Begin :func:`alltoall`, without autograd; the result is always (output, received splits). As with :func:`allgather_async`, the rows follow the
+    numbers at a :func:`poll` or :func:`synchronize`."""
+    return _begin_alltoall(*_prepared(tensor, splits, name, process_set))

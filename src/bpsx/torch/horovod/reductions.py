@@ -1,0 +1,283 @@
+"""allreduce in all of Horovod's forms, on push_pull."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import numbers
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from bpsx import _adapter
+from bpsx.errors import ConfigError
+from bpsx.torch.compression import Compression, Compressor
+from bpsx.torch.gather import all_gather_async
+from bpsx.torch.horovod.job import ProcessSet, check_process_set, global_process_set
+from bpsx.torch.horovod.pending import Pending, check_name, group_names, needs_gradient, wire_name
+from bpsx.torch.ops import UnsupportedTensor, check_replaceable, mark_written, outside_graphs, push_pull, submit, summable, unnamed
+from bpsx.torch.sparse import SparseSum, check_sparse
+
+
+class ReduceOp(enum.IntEnum):
+    """How tensors of several workers become one; Horovod's numbers."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+
+
+#: Those that no server does: every worker gathers, and computes in the order of ranks.
+_HERE = {ReduceOp.Min: torch.minimum, ReduceOp.Max: torch.maximum, ReduceOp.Product: torch.mul}
+_ADDING = (ReduceOp.Average, ReduceOp.Sum)
+
+
+class How(NamedTuple):
+    """What a reduction was asked for."""
+
+    verb: str
+    op: ReduceOp
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+
+def checked_op(verb: str, op: Any, average: Any = None) -> ReduceOp:
+    """``op``, or what the deprecated ``average`` means. Raises :class:`ConfigError`."""
+    if average is not None:
+        if op is not None:
+            raise ConfigError(f"{verb}: op and average are both given; leave average out")
+        if not isinstance(average, int):    # a name that has got into its place would be an average
+            raise ConfigError(f"{verb}: average must be True or False, not {average!r}")
+        warnings.warn(f"{verb}: average is deprecated; give op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=4)
+        return ReduceOp.Average if average else ReduceOp.Sum
+    try:
+        known = ReduceOp.Average if op is None else ReduceOp(op)
+    except ValueError:
+        raise ConfigError(f"{verb}: op={op!r}; allowed are {', '.join(f'hvd.{o.name}' for o in ReduceOp if o is not ReduceOp.Adasum)}") from None
+    if known is ReduceOp.Adasum:
+        raise ConfigError(f"{verb}: op=hvd.Adasum: summation servers add; use op=hvd.Average, with the learning rate that fits an average")
+    return known
+
+
+def check_adds(verb: str, op: ReduceOp) -> ReduceOp:
+    """``op``, if it is a sum or an average. Raises :class:`ConfigError`."""
+    if op not in _ADDING:
+        raise ConfigError(f"{verb}: op=hvd.{op.name}; allowed are hvd.Average and hvd.Sum")
+    return op
+
+
+def how_to(verb: str, op: ReduceOp, prescale: Any, postscale: Any, process_set: ProcessSet) -> How:
+    check_process_set(process_set)
+    for argument, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
+        if not isinstance(factor, numbers.Real):
+            raise ConfigError(f"{verb}: {argument} must be a number, not {factor!r}")
+    if _adapter.session().config.asynchronous:
+        raise ConfigError(f"{verb}: with BYTEPS_ENABLE_ASYNC=1 servers add to values that they keep, and a sum over the workers there is not; use "
+                          "bpsx.torch.push_pull, which says what it does then")
+    return How(verb, op, float(prescale), float(postscale))
+
+
+def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """``factor`` times ``tensor``; integers are multiplied as float64 and cut off, as Horovod does."""
+    if factor == 1.0:
+        return tensor
+    return tensor * factor if tensor.is_floating_point() else (tensor.double() * factor).to(tensor.dtype)
+
+
+def _averages_here(tensor: torch.Tensor, how: How) -> bool:
+    """Whether the average is to be made of the sum here: of integers Horovod's is rounded towards zero, the servers' down."""
+    return how.op is ReduceOp.Average and not tensor.is_floating_point()
+
+
+def _begin(tensor: torch.Tensor, output: torch.Tensor, wire: str, how: How) -> Pending:
+    """Begin to reduce ``tensor`` into ``output``, which may be the same one, and is the result. Without autograd."""
+    source = tensor if how.prescale == 1.0 else _scaled(tensor.detach(), how.prescale)
+    size = _adapter.session().size
+
+    def finish(results: list[Any]) -> torch.Tensor:
+        target = output.detach()
+        if how.op in _HERE:
+            target.copy_(functools.reduce(_HERE[how.op], results[0]))
+        elif _averages_here(target, how):
+            target.div_(size, rounding_mode="trunc")
+        if how.postscale != 1.0:
+            target.copy_(_scaled(target, how.postscale))
+        return output
+
+    if how.op in _HERE:
+        summable(source, how.verb)
+        return Pending([all_gather_async([torch.empty(source.shape, dtype=source.dtype) for _ in range(size)], source.detach(), wire)], finish)
+    average = how.op is ReduceOp.Average and not _averages_here(source, how)
+    return Pending([submit(source, output, wire, average=average)], finish)
+
+
+def begin_new(tensor: torch.Tensor, name: str | None, how: How) -> Pending:
+    return _begin(tensor, torch.empty_like(tensor, requires_grad=False), wire_name(how.verb, name, tensor), how)
+
+
+def begin_inplace(tensor: torch.Tensor, name: str | None, how: How) -> Pending:
+    wire = wire_name(how.verb, name, tensor)
+    check_replaceable(tensor, wire, "allreduce()")
+    pending = _begin(tensor, tensor, wire, how)
+    mark_written(tensor)
+    return pending
+
+
+class _WithoutDerivative(torch.autograd.Function):  # type: ignore[misc]
+    """A result that depends on ``tensor`` in a way that has no derivative here."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, result: Callable[[], torch.Tensor], what: str) -> torch.Tensor:
+        """What ``result`` returns."""
+        ctx.what = what
+        return result()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """Refused."""
+        raise ConfigError(f"{ctx.what} has no derivative; give tensor.detach()")
+
+
+def reduced(tensor: torch.Tensor, name: str | None, how: How, compression: type[Compressor]) -> torch.Tensor:
+    """The reduction as a new tensor, differentiable where it is a sum or an average."""
+    wire = wire_name(how.verb, name, tensor)
+    if how.op in _HERE:
+        small, ctx = compression.compress(tensor.detach())
+        pending = _begin(small, torch.empty_like(small), wire, how)
+        result: torch.Tensor = _WithoutDerivative.apply(
+            tensor, lambda: compression.decompress(pending.wait(), ctx), f"{how.verb} with op=hvd.{how.op.name}")
+        return result
+    total = push_pull(_scaled(tensor, how.prescale), how.op is ReduceOp.Average and tensor.is_floating_point(), wire, compression=compression)
+    if _averages_here(tensor, how):
+        total = torch.div(total, _adapter.session().size, rounding_mode="trunc")
+    return _scaled(total, how.postscale)
+
+
+def reduced_group(tensors: Sequence[torch.Tensor], name: str | None, how: How, compression: type[Compressor]) -> list[torch.Tensor]:
+    """All of them, at once unless autograd follows one."""
+    named = list(zip(tensors, group_names(how.verb, name, tensors)))
+    if needs_gradient(tensors):
+        return [reduced(t, n, how, compression) for t, n in named]
+    begun = []
+    for tensor, each in named:
+        small, ctx = compression.compress(tensor.detach())
+        begun.append((begin_new(small, each, how), ctx))
+    return [compression.decompress(pending.wait(), ctx) for pending, ctx in begun]
+
+
+@outside_graphs
+def allreduce(
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """The reduction of all workers' ``tensor``, as a new tensor of its shape and dtype: by default the average.
+
+    ``tensor`` and names as in :func:`bpsx.torch.push_pull_async`. ``op``: Average, Sum, Min, Max or Product; ``average`` is its deprecated form. Of
+    integers the average is cut off towards zero. The factors are multiplied before and after. Differentiable for Average and Sum, like
+    :func:`bpsx.torch.push_pull`. Min, Max and Product gather all tensors on every worker.
+
+    Raises :class:`ConfigError` for other arguments, and as :func:`bpsx.torch.push_pull`.
+    """
+    how = how_to("allreduce", checked_op("allreduce", op, average), prescale_factor, postscale_factor, process_set)
+    return reduced(tensor, name, how, compression)
+
+
+@outside_graphs
+def allreduce_(
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """As :func:`allreduce`, in the place of ``tensor``, which it returns; without autograd."""
+    how = how_to("allreduce", checked_op("allreduce_", op, average), prescale_factor, postscale_factor, process_set)
+    result: torch.Tensor = begin_inplace(tensor, name, how).wait()
+    return result
+
+
+@outside_graphs
+def allreduce_async(
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Pending:
+    """Begin :func:`allreduce`, without autograd. ``tensor`` must not change until the end."""
+    how = how_to("allreduce", checked_op("allreduce_async", op, average), prescale_factor, postscale_factor, process_set)
+    return begin_new(tensor, name, how)
+
+
+@outside_graphs
+def allreduce_async_(
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Pending:
+    """Begin :func:`allreduce_`. The values are complete once :func:`synchronize` has returned."""
+    how = how_to("allreduce", checked_op("allreduce_async_", op, average), prescale_factor, postscale_factor, process_set)
+    return begin_inplace(tensor, name, how)
+
+
+@outside_graphs
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None, compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """:func:`allreduce` of each of ``tensors``, which are called ``name.0``, ``name.1``, … All are under way at once, unless autograd follows one."""
+    how = how_to("allreduce", checked_op("grouped_allreduce", op, average), prescale_factor, postscale_factor, process_set)
+    return reduced_group(tensors, name, how, compression)
+
+
+@outside_graphs
+def grouped_allreduce_(
+    tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """:func:`allreduce_` of each of ``tensors``, all under way at once."""
+    how = how_to("allreduce", checked_op("grouped_allreduce_", op, average), prescale_factor, postscale_factor, process_set)
+    return list(_group(begin_inplace, tensors, name, how).wait())
+
+
+@outside_graphs
+def grouped_allreduce_async(
+    tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Pending:
+    """Begin :func:`grouped_allreduce`, without autograd."""
+    how = how_to("allreduce", checked_op("grouped_allreduce_async", op, average), prescale_factor, postscale_factor, process_set)
+    return _group(begin_new, tensors, name, how)
+
+
+@outside_graphs
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
+) -> Pending:
+    """Begin :func:`grouped_allreduce_`."""
+    how = how_to("allreduce", checked_op("grouped_allreduce_async_", op, average), prescale_factor, postscale_factor, process_set)
+    return _group(begin_inplace, tensors, name, how)
+
+
+def _group(
+    begin: Callable[[torch.Tensor, str | None, How], Pending], tensors: Sequence[torch.Tensor], name: str | None, how: How,
+) -> Pending:
+    return Pending([begin(t, n, how) for t, n in zip(tensors, group_names(how.verb, name, tensors))])
+
+
+@outside_graphs
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None, op: ReduceOp | None, process_set: ProcessSet = global_process_set,
+) -> Pending:
+    """Begin to add up or average ``tensor``, a ``torch.sparse_coo`` one. The result, coalesced, comes of calling what is returned, or of
+    :func:`synchronize`. What travels is values and indices, of which each worker may have another number. Without autograd.
+
+    Raises :class:`ConfigError`, :class:`~bpsx.torch.UnsupportedTensor`; the end, also :class:`~bpsx.errors.MismatchError`.
+    """
+    verb = "sparse_allreduce_async"
+    how = how_to(verb, check_adds(verb, checked_op(verb, op)), 1.0, 1.0, process_set)
+    check_name(verb, name)
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
+        raise UnsupportedTensor(f"{verb}: a torch.sparse_coo tensor is needed; for a dense one there is allreduce_async")
+    check_sparse(tensor, verb)
+    wire = f"{verb}.{name}" if name else unnamed(verb, tensor)
+    return Pending([SparseSum(tensor, how.op is ReduceOp.Average, wire, Compression.none)], lambda results: results[0])

@@ -1,0 +1,101 @@
+"""reducescatter in Horovod's forms: a reduction of everything, of which each worker keeps its own rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bpsx import _adapter
+from bpsx.torch.compression import Compression, Compressor
+from bpsx.torch.horovod.job import ProcessSet, global_process_set
+from bpsx.torch.horovod.pending import Pending, group_names, wire_name
+from bpsx.torch.horovod.reductions import How, ReduceOp, begin_new, check_adds, checked_op, how_to, reduced, reduced_group
+from bpsx.torch.ops import outside_graphs
+
+_VERB = "reducescatter"
+
+
+class _Rows(torch.autograd.Function):  # type: ignore[misc]
+    """A copy of some of a tensor's rows, whose gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, rows: slice, factor: int) -> torch.Tensor:
+        """The rows."""
+        ctx.shape, ctx.rows, ctx.factor = whole.shape, rows, factor
+        return whole[rows].clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Zero for all other rows."""
+        whole = gradient.new_zeros(ctx.shape)
+        whole[ctx.rows] = gradient * ctx.factor
+        return whole, None, None
+
+
+def _own(whole: torch.Tensor) -> torch.Tensor:
+    """This worker's rows: as many for each, and one more for the first ones if they do not divide.
+
+    The sum that they are taken of has the gradient of all workers' losses together; Horovod's of a reducescatter is size() times that.
+    """
+    ours = _adapter.session()
+    rows, more = divmod(len(whole), ours.size)
+    begin = ours.rank * rows + min(ours.rank, more)
+    result: torch.Tensor = _Rows.apply(whole, slice(begin, begin + rows + (ours.rank < more)), ours.size)
+    return result
+
+
+def _how(op: ReduceOp, prescale: float, postscale: float, process_set: ProcessSet) -> How:
+    return how_to(_VERB, check_adds(_VERB, checked_op(_VERB, op)), prescale, postscale, process_set)
+
+
+def _begin(tensor: torch.Tensor, name: str | None, how: How) -> Pending:
+    wire_name(_VERB, name, tensor, rows=True)       # refuses a tensor without rows
+    return Pending([begin_new(tensor, name, how)], lambda results: _own(results[0]))
+
+
+@outside_graphs
+def reducescatter(
+    tensor: torch.Tensor, name: str | None = None, compression: type[Compressor] = Compression.none, op: ReduceOp = ReduceOp.Average,
+    process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """This worker's rows of the sum or average of all workers' ``tensor``: of n rows each has n // size(), and the first n % size() one more.
+
+    Differentiable; the gradient is Horovod's: size() times that of all workers' losses together. All rows travel to all workers. Otherwise as
+    :func:`allreduce`; ``op`` is Average or Sum.
+    """
+    how = _how(op, prescale_factor, postscale_factor, process_set)
+    wire_name(_VERB, name, tensor, rows=True)
+    return _own(reduced(tensor, name, how, compression))
+
+
+@outside_graphs
+def reducescatter_async(
+    tensor: torch.Tensor, name: str | None = None, op: ReduceOp = ReduceOp.Average, process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> Pending:
+    """Begin :func:`reducescatter`, without autograd. ``tensor`` must not change until the end."""
+    return _begin(tensor, name, _how(op, prescale_factor, postscale_factor, process_set))
+
+
+@outside_graphs
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor], name: str | None = None, compression: type[Compressor] = Compression.none,
+    op: ReduceOp = ReduceOp.Average, process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """:func:`reducescatter` of each of ``tensors``. All are under way at once, unless autograd follows one."""
+    how = _how(op, prescale_factor, postscale_factor, process_set)
+    for tensor, each in zip(tensors, group_names(_VERB, name, tensors)):
+        wire_name(_VERB, each, tensor, rows=True)
+    return [_own(whole) for whole in reduced_group(tensors, name, how, compression)]
+
+
+@outside_graphs
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, op: ReduceOp = ReduceOp.Average, process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> Pending:
+    """Begin :func:`grouped_reducescatter`, without autograd."""
+    how = _how(op, prescale_factor, postscale_factor, process_set)
+    return Pending([_begin(t, n, how) for t, n in zip(tensors, group_names(_VERB, name, tensors))])

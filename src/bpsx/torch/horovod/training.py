@@ -1,0 +1,78 @@
+"""Weights, optimizer state, objects and the optimizer in Horovod's forms."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from bpsx.errors import ConfigError
+from bpsx.torch import broadcast, objects
+from bpsx.torch.compression import Compression, Compressor
+from bpsx.torch.horovod.job import ProcessSet, check_process_set, global_process_set
+from bpsx.torch.horovod.reductions import ReduceOp, check_adds, checked_op
+from bpsx.torch.optimizer import distribute
+
+_Groups: TypeAlias = int | Sequence[Sequence[torch.Tensor]] | None
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """As :func:`bpsx.torch.broadcast_parameters`, for tensors without names, too: ``model.parameters()``, which are then known by their place."""
+    if isinstance(params, Iterable) and not isinstance(params, (Mapping, str, bytes, torch.Tensor)):
+        params = [(f"noname.{i}", p) if isinstance(p, torch.Tensor) else p for i, p in enumerate(params)]
+    broadcast.broadcast_parameters(params, root_rank)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: object = None) -> None:
+    """As :func:`bpsx.torch.broadcast_optimizer_state`. ``model`` is Horovod's and ignored: state that is not there yet need not be made first."""
+    broadcast.broadcast_optimizer_state(optimizer, root_rank)
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """As :func:`bpsx.torch.broadcast_object`."""
+    check_process_set(process_set)
+    return objects.broadcast_object(obj, root_rank, name)
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """As :func:`bpsx.torch.all_gather_object`."""
+    check_process_set(process_set)
+    return objects.all_gather_object(obj, name)
+
+
+def DistributedOptimizer(  # noqa: N802  (Horovod's name)
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, op: ReduceOp = ReduceOp.Average,
+    gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: _Groups = None, sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> torch.optim.Optimizer:
+    """:func:`bpsx.torch.DistributedOptimizer`, with ``op=Sum`` also for gradients that are added up instead of averaged.
+
+    Accepted, and of no influence: ``gradient_predivide_factor`` (half types are added in float32 and divided before they are rounded),
+    ``num_groups`` and ``groups`` (tensors are cut into partitions and sent by urgency). With ``sparse_as_dense`` gradients stay dense.
+
+    Raises :class:`ConfigError` for another ``op``, factors and groups that are none, Sum with a factor or in asynchronous training, and as
+    :func:`bpsx.torch.DistributedOptimizer`.
+    """
+    verb = "DistributedOptimizer"
+    check_process_set(process_set)
+    kind = check_adds(verb, checked_op(verb, op))
+    if not isinstance(gradient_predivide_factor, numbers.Real) or not float(gradient_predivide_factor) > 0:
+        raise ConfigError(f"{verb}: gradient_predivide_factor={gradient_predivide_factor!r}: a number above 0 is needed")
+    if gradient_predivide_factor != 1.0 and kind is not ReduceOp.Average:
+        raise ConfigError(f"{verb}: gradient_predivide_factor divides an average in two steps; with op=hvd.{kind.name} leave it out")
+    _check_groups(num_groups, groups)
+    return distribute(optimizer, named_parameters, compression, backward_passes_per_step, sparse_as_dense, average=kind is ReduceOp.Average)
+
+
+def _check_groups(num_groups: Any, groups: Any) -> None:
+    for argument, count in (("num_groups", num_groups), ("groups", 0 if groups is None or isinstance(groups, Sequence) else groups)):
+        if not isinstance(count, int) or count < 0:
+            raise ConfigError(f"DistributedOptimizer: {argument}={count!r}: allowed are integers from 0"
+                              f"{' and lists of lists of parameters' if argument == 'groups' else ''}")
+    if isinstance(groups, Sequence):
+        members = [p for group in groups for p in (group if isinstance(group, Sequence) else [None])]
+        if not all(isinstance(p, torch.Tensor) for p in members) or len({id(p) for p in members}) < len(members):
+            raise ConfigError("DistributedOptimizer: groups: lists of parameters are needed, each parameter once")
