@@ -92,6 +92,7 @@ def test_generated_names(fake: FakeSession) -> None:
 # ---- parameters that are special
 
 def test_parameters_without_gradient_are_pushed_as_zeros(fake: FakeSession) -> None:
+    fake.others_use = True
     fake.others = lambda name, mine: np.full_like(mine, 2.0)
     model = nn.ModuleDict({"used": nn.Linear(3, 1), "unused": nn.Linear(3, 1)})
     optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters())
@@ -103,11 +104,28 @@ def test_parameters_without_gradient_are_pushed_as_zeros(fake: FakeSession) -> N
 
 
 def test_a_step_without_backward_pushes_everything_once(fake: FakeSession) -> None:
+    fake.others_use = True
     model = network()
     optimizer = sgd(model)
     for steps in (1, 2):
         optimizer.step()
         assert sorted(fake.names) == sorted(NAMES * steps)
+
+
+def test_what_nobody_has_used_stays_without_gradient(fake: FakeSession) -> None:
+    model = network()
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.5), model.named_parameters())
+    optimizer.step()
+    assert fake.names == []         # all know, so there is nothing to send
+    fake.others_use = True
+    optimizer.step()
+    assert all(p.grad is not None for p in model.parameters())
+    fake.others_use = False
+    optimizer.zero_grad()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()                # known as dense, so it is sent
+    assert sorted(fake.names) == sorted(NAMES * 2) and all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(b, p) for b, p in zip(before, model.parameters(), strict=True))
 
 
 def test_frozen_parameters_stay_and_can_be_thawed(fake: FakeSession) -> None:

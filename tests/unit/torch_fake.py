@@ -16,6 +16,7 @@ from torch import nn
 import bpsx.torch as bps
 from bpsx._adapter import TensorView
 from bpsx.torch.exchange import KINDS
+from bpsx.torch.users import PREFIX as USED
 
 #: (name, this worker's values) -> the sum of the others' values.
 Others = Callable[[str, np.ndarray], np.ndarray]
@@ -60,13 +61,15 @@ class Push:
 
 @dataclass
 class FakeSession:
-    """Stands in for :class:`bpsx.session.Session`. By default the other workers push the same values."""
+    """Stands in for :class:`bpsx.session.Session`. By default the other workers push the same values, and have gradients where this one has;
+    ``others_use``: they have dense ones for everything."""
 
     rank: int = 0
     size: int = 2
     distributed: bool = True
     asynchronous: bool = False
     others: Others | None = None
+    others_use: bool = False
     failures: dict[str, Exception] = field(default_factory=dict)
     pushes: list[Push] = field(default_factory=list)
     declared: list[str] = field(default_factory=list)
@@ -88,7 +91,7 @@ class FakeSession:
     def push_pull(self, name: str, source: TensorView, target: TensorView, *, average: bool, priority: int = 0, will_wait: bool = False,
                   result: object = None) -> Push:
         assert source.shape == target.shape and source.dtype == target.dtype
-        if name.startswith(KINDS):      # the others have gradients as this worker has them
+        if name.startswith((KINDS, USED)):
             return Push(self, name, source, target, result)
         self.pushes.append(Push(self, name, source, target, result, average, priority, will_wait))
         return self.pushes[-1]
@@ -107,7 +110,10 @@ class FakeSession:
             flat[:] = np.frombuffer(self.broadcasts[push.name if push.name in self.broadcasts else ours], np.uint8)     # a gathering: they have ours
             return
         mine = memory(push.source)
-        if push.name.startswith(KINDS):
+        if push.name.startswith((KINDS, USED)):
+            if self.others_use:
+                flags = memory(push.target)
+                (flags[0] if flags.ndim > 1 else flags)[...] += self.size - 1
             return
         wide = mine.astype(np.float64) if push.source.dtype in ("float16", "bfloat16") else mine
         rest = wide * (self.size - 1) if self.others is None else self.others(push.name, wide)
