@@ -40,8 +40,8 @@ _NOTES = {"tcp": "2 workers and 1 server, TCP loopback", "machine": "2 processes
 class Plan:
     """``turns``: how often ours and the peer's take turns; ``steps``: of each in a turn."""
 
-    turns: int = 12
-    steps: int = 8
+    turns: int = 8
+    steps: int = 6
     overlap_steps: int = 20
 
 
