@@ -193,7 +193,6 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
            "Where torchrun's store is, on the machine of rank 0, which starts the scheduler unless DMLC_PS_ROOT_URI is set.", _TORCHRUN),
     Option("master_port", "MASTER_PORT", str, "", "1..65535", "The store's port.", _TORCHRUN),
     Option("run_id", "TORCHELASTIC_RUN_ID", str, "", "text", "Keeps this run's entries in the store apart from others'.", _TORCHRUN),
-    Option("restart", "TORCHELASTIC_RESTART_COUNT", str, "", "a number", "... and those of this attempt.", _TORCHRUN),
 )
 
 #: Upstream's variables that mean something to BytePS and nothing to this version: set, they get a warning instead of silence.
