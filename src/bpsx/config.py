@@ -161,7 +161,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("state_fd", "BPSX_STATE_FD", integer(-1, 2**20), -1, "a file descriptor; -1: none",
            "The scheduler writes lines there: waiting, then running, then who has failed the job, if anybody has. The launcher reads it.", _LAUNCH),
     Option("lifeline_fd", "BPSX_LIFELINE_FD", integer(-1, 2**20), -1, "a file descriptor; -1: none",
-           "The scheduler or server ends when the other end of this pipe closes before the job has begun: who has started it is gone.", _LAUNCH),
+           "The scheduler or server ends when the other end of this socket closes before the job has begun: who started it is gone. The scheduler "
+           "writes its port there once it listens.", _LAUNCH),
     Option("visible_devices", "NVIDIA_VISIBLE_DEVICES", str, "", "all | none | void | names, comma separated",
            "bpsx-run starts one worker process per entry; with all one per GPU. Unset, empty, none or void: BYTEPS_LOCAL_SIZE processes.", _LAUNCH),
     Option("numa_on", "BYTEPS_NUMA_ON", flag, True, FLAG,
