@@ -159,7 +159,7 @@ def _check_resumed(resumed: Sequence[int] | None, count: int) -> None:
         raise ConfigError(f"resume: num_workers={resumed[0]}, but torchrun's machines are {count}; only torchrun itself, by a restart, changes that")
 
 
-class _Meeting:
+class Meeting:
     """How the workers of a job find each other in a store that may still hold what earlier ones have left there, under the same names.
 
     Nothing that torchrun says belongs to one attempt alone: its agents count restarts each for itself, and a change of membership not at all.
@@ -211,7 +211,7 @@ class _Agreement:
 
     def __init__(self, ours: Place, config: Config, store: Store, resumed: tuple[int, int] | None = None) -> None:
         self._place, self._config, self._resumed = ours, config, resumed
-        self._meeting = _Meeting(ours, store, config.rendezvous_timeout)
+        self._meeting = Meeting(ours, store, config.rendezvous_timeout)
         self.uneven = False     # worker 0 knows
 
     def fields(self) -> dict[str, Any]:
@@ -264,14 +264,16 @@ class _Agreement:
         needed = found.count > 1 or not Config(role="worker", **job).shares_machine or config.force_distributed
         servers = (wished or found.count) if needed else 0
         secret = {} if config.secret_bytes else {"secret": make()}
-        job |= {"num_server": servers, "root_uri": self._own_address(places), **secret}
+        job |= {"num_server": servers, "root_uri": self._own_address(places, found), **secret}
         job["root_port"] = _companions.start_scheduler(job["root_uri"], _environment(job), config.rendezvous_timeout)
         return {**job, "servers": servers}
 
-    def _own_address(self, places: Sequence[Mapping[str, Any]]) -> str:
+    def _own_address(self, places: Sequence[Mapping[str, Any]], found: Machines) -> str:
         """Where the scheduler shall listen: torchrun's store is on this machine, and where the others find that they find the scheduler."""
         if self._config.node_host:
             return str(self._config.node_host)
+        if found.count == 1:
+            return "127.0.0.1"
         # Many systems know their own name as a loopback address, which is of no use to others.
         far = [str(p["address"]) for p in places if not is_loopback(p["address"])]
         return far[0] if far else str(places[0]["address"])
