@@ -8,7 +8,6 @@ import socket
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch_job import launch
@@ -35,18 +34,29 @@ PLACES = """
     import json, os, sys
     import torch
     import bpsx.torch as bps
+    from bpsx import BpsxError
     from bpsx.api import session
 
-    for turn in range(2):
-        bps.init()
-        bps.init()
-        config = session().config
-        total = bps.push_pull(torch.ones(2), average=False)[0].item()
-        place = [turn, int(os.environ["RANK"]), bps.rank(), bps.size(), bps.local_rank(), bps.local_size(), config.num_worker,
-                 config.servers, bool(config.secret), total]
-        sys.stdout.write("PLACE " + json.dumps(place) + "\\n")     # at once: torchrun's workers share a pipe
+    def say(word, value):
+        sys.stdout.write(f"{word} {json.dumps(value)}\\n")      # at once: torchrun's workers share a pipe
         sys.stdout.flush()
-        bps.shutdown()
+
+    for turn in range(3):
+        if turn < 2:
+            bps.init()
+            bps.init()
+        else:
+            for numbers in ((7, 0), (config.num_worker, 0, 100)):
+                try:
+                    bps.resume(*numbers)
+                except BpsxError as e:
+                    say("REFUSED", str(e))
+            bps.resume(config.num_worker, 0)
+        config = session().config
+        total = bps.push_pull(torch.ones(2), name=f"turn {turn}", average=False)[0].item()
+        say("PLACE", [turn, int(os.environ["RANK"]), bps.rank(), bps.size(), bps.local_rank(), bps.local_size(), config.num_worker,
+                      config.servers, bool(config.secret), bps.declare(f"turn {turn}"), total])
+        bps.suspend() if turn == 1 else bps.shutdown()
 """
 
 DYING = """
@@ -71,8 +81,13 @@ DYING = """
 """
 
 
-def places(text: str) -> list[list[Any]]:
-    return sorted(json.loads(found) for found in re.findall(r"PLACE (\[.*?\])", text))
+def check_places(text: str, size: int, each: int, machines: int, servers: int, secret: bool = True) -> None:
+    """Whether PLACES has found ``size`` workers as they should be; in turn 2 with the order of names from turn 1, and after two refusals."""
+    found = sorted(json.loads(place) for place in re.findall(r"PLACE (\[.*?\])", text))
+    assert found == [[turn, rank, rank, size, rank % each, each, machines, servers, secret, turn == 2, size]
+                     for turn in range(3) for rank in range(size)]
+    assert text.count(f"resume: num_workers=7, but torchrun's machines are {machines}") == size
+    assert text.count("resume: global_rank=100, but for torchrun this is worker") == size
 
 
 # ---- under bpsx-run
@@ -110,11 +125,11 @@ def test_pytorchs_own_variables_come_first(tmp_path: Path) -> None:
 # ---- under torchrun
 
 def test_torchrun_on_one_machine(tmp_path: Path) -> None:
-    """Twice in a process, then as a backend: a scheduler for each, no server, and nothing is left."""
+    """Three times in a process, then as a backend: a scheduler for each, no server, and nothing is left."""
     with Torchrun(tmp_path, textwrap.dedent(PLACES) + textwrap.dedent(GROUPS).replace("range(2)", "range(1)"), "bpsx") as job:
         statuses, output = job.wait()
         assert statuses == [0], output[-3000:]
-        assert places(output) == [[turn, rank, rank, 2, rank, 2, 1, 0, True, 2.0] for turn in range(2) for rank in range(2)]
+        check_places(output, 2, 2, 1, 0)
         assert all(f"worked: bpsx {rank} 2" in output for rank in range(2))
         assert not job.left()
 
@@ -123,7 +138,7 @@ def test_torchrun_on_two_machines(tmp_path: Path) -> None:
     with Torchrun(tmp_path, PLACES, each=(2, 2)) as job:
         statuses, output = job.wait()
         assert statuses == [0, 0], output[-3000:]
-        assert places(output) == [[turn, rank, rank, 4, rank % 2, 2, 2, 2, True, 4.0] for turn in range(2) for rank in range(4)]
+        check_places(output, 4, 2, 2, 2)
         assert not job.left()
 
 
@@ -132,7 +147,7 @@ def test_uneven_machines(tmp_path: Path) -> None:
     with Torchrun(tmp_path, PLACES, each=(2, 1), by_hand=True) as job:
         statuses, output = job.wait()
         assert statuses == [0, 0, 0], output[-3000:]
-        assert places(output) == [[turn, rank, rank, 3, 0, 1, 3, 3, True, 3.0] for turn in range(2) for rank in range(3)]
+        check_places(output, 3, 1, 3, 3)
         assert "machine of its own" in output and not job.left()
 
 
@@ -140,7 +155,7 @@ def test_a_single_process_needs_nothing(tmp_path: Path) -> None:
     with Torchrun(tmp_path, PLACES, each=(1,), by_hand=True) as job:
         statuses, output = job.wait()
         assert statuses == [0], output[-3000:]
-        assert places(output) == [[turn, 0, 0, 1, 0, 1, 1, 0, False, 1.0] for turn in range(2)]
+        check_places(output, 1, 1, 1, 0, secret=False)
 
 
 @pytest.mark.parametrize("when", ["before", "running"])
