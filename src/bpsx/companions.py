@@ -6,6 +6,7 @@ one end of a pair of sockets, the lifeline, whose other end only that worker has
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -34,8 +35,12 @@ class Companions:
     def start_scheduler(self, host: str, environment: dict[str, str], timeout: float) -> int:
         """Start a scheduler that listens on ``host``, with ``environment`` beside our own; returns its port.
 
-        Raises :class:`~bpsx.errors.RendezvousError` if it does not listen within ``timeout`` seconds.
+        Waits for the end of an earlier job's, which all workers have left. Raises :class:`~bpsx.errors.RendezvousError` if it does not listen
+        within ``timeout`` seconds.
         """
+        for earlier in self._processes:     # BPSX_METRICS_PORT has to be free
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                earlier.wait(timeout)
         process = self._start("scheduler", {**environment, "DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": "0"})
         lifeline = self._lifelines[-1]
         lifeline.settimeout(timeout)
