@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from test_torch_restart import train
 
 from bench.network import Links, why_not
 
-_WHY_NOT = why_not()
+_WHY_NOT = why_not() or ("" if shutil.which("unshare") else "not installed: unshare")
 pytestmark = [pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT), pytest.mark.timeout(300)]
 MACHINES = ("alpha", "beta")
 #: Run with a host name, a file for /etc/hosts, and a command. Its mounts are its own: ``ip netns exec`` has seen to that.
