@@ -22,6 +22,7 @@ _session: Session | None = None
 _owner_pid = 0
 _hooked = False
 _order: dict[str, int] = {}     # of declared names, kept by suspend() for resume()
+_placed = False                 # this process's place in its last job was given to begin(), and is not in the environment
 #: How often resume() asks whether a new scheduler has taken the old one's place.
 _ASK_AGAIN = 0.2
 
@@ -38,9 +39,10 @@ def init(lazy: bool = True) -> None:
 def begin(again: bool = False, **given: Any) -> None:
     """:func:`init` with some fields of :class:`~bpsx.config.Config` given, instead of read from the environment. ``again``: with the names
     that :func:`suspend` has kept, and waiting for the next job if the last one is still there."""
+    global _placed
     with _lock:
         if not initialised():
-            config = Config(role="worker", **given)
+            config, _placed = Config(role="worker", **given), bool(given)
             _adopt(_next_session(config) if again else Session(config))
 
 
@@ -103,6 +105,8 @@ def resume(num_workers: int, num_servers: int, global_rank: int | None = None, c
     with _lock:
         if initialised():
             raise errors.ConfigError("resume: this process is in a job; call suspend() first")
+        if _placed:
+            raise errors.ConfigError("resume: torchrun has given this process its place, which bpsx.resume cannot see: call bpsx.torch.resume")
         _adopt(_next_session(_resumed(num_workers, num_servers, global_rank)))
 
 

@@ -33,8 +33,8 @@ GROUPS = """
 PLACES = """
     import json, os, sys
     import torch
+    import bpsx
     import bpsx.torch as bps
-    from bpsx import BpsxError
     from bpsx.api import session
 
     def say(word, value):
@@ -46,10 +46,10 @@ PLACES = """
             bps.init()
             bps.init()
         else:
-            for numbers in ((7, 0), (config.num_worker, 0, 100)):
+            for resume, *numbers in ((bpsx.resume, 1, 0), (bps.resume, 7, 0), (bps.resume, config.num_worker, 0, 100)):
                 try:
-                    bps.resume(*numbers)
-                except BpsxError as e:
+                    resume(*numbers)
+                except bpsx.BpsxError as e:
                     say("REFUSED", str(e))
             bps.resume(config.num_worker, 0)
         config = session().config
@@ -82,12 +82,12 @@ DYING = """
 
 
 def check_places(text: str, size: int, each: int, machines: int, servers: int, secret: bool = True) -> None:
-    """Whether PLACES has found ``size`` workers as they should be; in turn 2 with the order of names from turn 1, and after two refusals."""
+    """Whether PLACES has found ``size`` workers as they should be; in turn 2 with the order of names from turn 1, and after three refusals."""
     found = sorted(json.loads(place) for place in re.findall(r"PLACE (\[.*?\])", text))
     assert found == [[turn, rank, rank, size, rank % each, each, machines, servers, secret, turn == 2, size]
                      for turn in range(3) for rank in range(size)]
     assert text.count(f"resume: num_workers=7, but torchrun's machines are {machines}") == size
-    assert text.count("resume: global_rank=100, but for torchrun this is worker") == size
+    assert text.count("resume: global_rank=100, but for torchrun this is worker") == text.count("call bpsx.torch.resume") == size
 
 
 # ---- under bpsx-run
