@@ -12,9 +12,9 @@ from bpsx import host, secret
 from bpsx.api import initialised, session
 from bpsx.config import is_set
 from bpsx.session import Session
-from bpsx.torchrun import Store, init
+from bpsx.torchrun import Store, init, resume
 
-__all__ = ["Session", "Store", "TensorView", "init", "initialised", "is_set", "own_host", "proof", "session"]
+__all__ = ["Session", "Store", "TensorView", "init", "initialised", "is_set", "own_host", "proof", "resume", "session"]
 
 
 def own_host() -> str:

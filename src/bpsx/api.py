@@ -22,6 +22,7 @@ _session: Session | None = None
 _owner_pid = 0
 _hooked = False
 _order: dict[str, int] = {}     # of declared names, kept by suspend() for resume()
+_placed = False                 # this process's place in its last job was given to begin(), and is not in the environment
 #: How often resume() asks whether a new scheduler has taken the old one's place.
 _ASK_AGAIN = 0.2
 
@@ -35,11 +36,14 @@ def init(lazy: bool = True) -> None:
     begin()
 
 
-def begin(**given: Any) -> None:
-    """:func:`init` with some fields of :class:`~bpsx.config.Config` given, instead of read from the environment."""
+def begin(again: bool = False, **given: Any) -> None:
+    """:func:`init` with some fields of :class:`~bpsx.config.Config` given, instead of read from the environment. ``again``: with the names
+    that :func:`suspend` has kept, and waiting for the next job if the last one is still there."""
+    global _placed
     with _lock:
         if not initialised():
-            _adopt(Session(Config(role="worker", **given)))
+            config, _placed = Config(role="worker", **given), bool(given)
+            _adopt(_next_session(config) if again else Session(config))
 
 
 def initialised() -> bool:
@@ -101,23 +105,34 @@ def resume(num_workers: int, num_servers: int, global_rank: int | None = None, c
     with _lock:
         if initialised():
             raise errors.ConfigError("resume: this process is in a job; call suspend() first")
-        config = _resumed(num_workers, num_servers, global_rank)
-        end = time.monotonic() + config.rendezvous_timeout
-        while True:
-            try:
-                return _adopt(Session(config, _order))
-            except errors.JobOverError:     # the old scheduler is still there
-                if time.monotonic() >= end:
-                    raise
-                time.sleep(_ASK_AGAIN)
+        if _placed:
+            raise errors.ConfigError("resume: torchrun has given this process its place, which bpsx.resume cannot see: call bpsx.torch.resume")
+        _adopt(_next_session(_resumed(num_workers, num_servers, global_rank)))
+
+
+def _next_session(config: Config) -> Session:
+    """One that goes on with the names of the suspended one."""
+    end = time.monotonic() + config.rendezvous_timeout
+    while True:
+        try:
+            return Session(config, _order)
+        except errors.JobOverError:     # the old scheduler is still there
+            if time.monotonic() >= end:
+                raise
+            time.sleep(_ASK_AGAIN)
+
+
+def check_size(num_workers: int, num_servers: int) -> None:
+    """Whether a job may have that size. Raises :class:`~bpsx.errors.ConfigError`."""
+    for name, value, least in (("num_workers", num_workers, 1), ("num_servers", num_servers, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 65535:
+            raise errors.ConfigError(f"resume: {name}={value!r}; allowed are {least} to 65535")
 
 
 def _resumed(num_workers: int, num_servers: int, global_rank: int | None) -> Config:
     """The environment's options with another size. Raises :class:`~bpsx.errors.ConfigError`."""
     now = Config(role="worker")
-    for name, value, least in (("num_workers", num_workers, 1), ("num_servers", num_servers, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 65535:
-            raise errors.ConfigError(f"resume: {name}={value!r}; allowed are {least} to 65535")
+    check_size(num_workers, num_servers)
     changes: dict[str, Any] = {"num_worker": num_workers, "num_server": num_servers}
     if global_rank is not None:
         if not isinstance(global_rank, int) or not 0 <= global_rank < num_workers * now.local_size:

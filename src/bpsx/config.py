@@ -161,7 +161,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("state_fd", "BPSX_STATE_FD", integer(-1, 2**20), -1, "a file descriptor; -1: none",
            "The scheduler writes lines there: waiting, then running, then who has failed the job, if anybody has. The launcher reads it.", _LAUNCH),
     Option("lifeline_fd", "BPSX_LIFELINE_FD", integer(-1, 2**20), -1, "a file descriptor; -1: none",
-           "The scheduler or server ends when the other end of this pipe closes before the job has begun: who has started it is gone.", _LAUNCH),
+           "The scheduler or server ends when the other end of this socket closes before the job has begun: who started it is gone. The scheduler "
+           "writes its port there once it listens.", _LAUNCH),
     Option("visible_devices", "NVIDIA_VISIBLE_DEVICES", str, "", "all | none | void | names, comma separated",
            "bpsx-run starts one worker process per entry; with all one per GPU. Unset, empty, none or void: BYTEPS_LOCAL_SIZE processes.", _LAUNCH),
     Option("numa_on", "BYTEPS_NUMA_ON", flag, True, FLAG,
@@ -193,7 +194,6 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
            "Where torchrun's store is, on the machine of rank 0, which starts the scheduler unless DMLC_PS_ROOT_URI is set.", _TORCHRUN),
     Option("master_port", "MASTER_PORT", str, "", "1..65535", "The store's port.", _TORCHRUN),
     Option("run_id", "TORCHELASTIC_RUN_ID", str, "", "text", "Keeps this run's entries in the store apart from others'.", _TORCHRUN),
-    Option("restart", "TORCHELASTIC_RESTART_COUNT", str, "", "a number", "... and those of this attempt.", _TORCHRUN),
 )
 
 #: Upstream's variables that mean something to BytePS and nothing to this version: set, they get a warning instead of silence.

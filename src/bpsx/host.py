@@ -94,7 +94,7 @@ def _mallopt() -> Any:
 
 
 def hold(lifeline: int, orphaned: Callable[[], None]) -> None:
-    """Call ``orphaned``, on a thread of its own, when the other end of the pipe ``lifeline`` closes."""
+    """Call ``orphaned``, on a thread of its own, when the other end of the socket ``lifeline`` closes."""
     def watch() -> None:
         with contextlib.suppress(OSError):
             while os.read(lifeline, 1):

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch_job import launch
-
-DEADLINE = 120
+from torchrun_job import Torchrun
 
 GROUPS = """
     import sys
@@ -37,19 +33,30 @@ GROUPS = """
 PLACES = """
     import json, os, sys
     import torch
+    import bpsx
     import bpsx.torch as bps
     from bpsx.api import session
 
-    for turn in range(2):
-        bps.init()
-        bps.init()
-        config = session().config
-        total = bps.push_pull(torch.ones(2), average=False)[0].item()
-        place = [turn, int(os.environ["RANK"]), bps.rank(), bps.size(), bps.local_rank(), bps.local_size(), config.num_worker,
-                 config.servers, bool(config.secret), total]
-        sys.stdout.write("PLACE " + json.dumps(place) + "\\n")     # at once: torchrun's workers share a pipe
+    def say(word, value):
+        sys.stdout.write(f"{word} {json.dumps(value)}\\n")      # at once: torchrun's workers share a pipe
         sys.stdout.flush()
-        bps.shutdown()
+
+    for turn in range(3):
+        if turn < 2:
+            bps.init()
+            bps.init()
+        else:
+            for resume, *numbers in ((bpsx.resume, 1, 0), (bps.resume, 7, 0), (bps.resume, config.num_worker, 0, 100)):
+                try:
+                    resume(*numbers)
+                except bpsx.BpsxError as e:
+                    say("REFUSED", str(e))
+            bps.resume(config.num_worker, 0)
+        config = session().config
+        total = bps.push_pull(torch.ones(2), name=f"turn {turn}", average=False)[0].item()
+        say("PLACE", [turn, int(os.environ["RANK"]), bps.rank(), bps.size(), bps.local_rank(), bps.local_size(), config.num_worker,
+                      config.servers, bool(config.secret), bps.declare(f"turn {turn}"), total])
+        bps.suspend() if turn == 1 else bps.shutdown()
 """
 
 DYING = """
@@ -74,72 +81,13 @@ DYING = """
 """
 
 
-class Torchrun:
-    """A torchrun for each of the machines with ``each`` processes, all of them this one; or, ``by_hand``, the workers as it would start them,
-    without a store of its own. Leaving the block ends what is left of them."""
-
-    def __init__(self, folder: Path, source: str, *arguments: str, each: tuple[int, ...] = (2,), by_hand: bool = False, **environment: str) -> None:
-        script = folder / "script.py"
-        script.write_text(textwrap.dedent(source))
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_", "PS_"))}
-        if "BPSX_CACHE_DIR" in os.environ:
-            clean["BPSX_CACHE_DIR"] = os.environ["BPSX_CACHE_DIR"]
-        self._mark = f"TEST_MARK={folder}"       # by which our processes are found
-        self._env = {**clean, "OMP_NUM_THREADS": "1", "BPSX_RENDEZVOUS_TIMEOUT": "60", "BYTEPS_SOCKET_PATH": str(folder), "TEST_MARK": str(folder),
-                     **environment}
-        self._folder, self._command = folder, [str(script), *arguments]
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self._port = str(s.getsockname()[1])
-        reader, self._writer = os.pipe()
-        self.output = os.fdopen(reader, errors="replace")
-        self.processes = self._by_hand(each) if by_hand else self._agents(each)
-        os.close(self._writer)
-
-    def _start(self, command: list[str], **environment: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, *command], env={**self._env, **environment}, stdout=self._writer, stderr=self._writer,
-                                start_new_session=True, cwd=self._folder)
-
-    def _agents(self, each: tuple[int, ...]) -> list[subprocess.Popen[bytes]]:
-        options = ["--master-addr", "127.0.0.1", "--master-port", self._port, "--nnodes", str(len(each))]
-        return [self._start(["-m", "torch.distributed.run", *options, "--node-rank", str(i), "--nproc-per-node", str(n), *self._command])
-                for i, n in enumerate(each)]
-
-    def _by_hand(self, each: tuple[int, ...]) -> list[subprocess.Popen[bytes]]:
-        places = [(group, local, n) for group, n in enumerate(each) for local in range(n)]
-        return [self._start(self._command, RANK=str(rank), WORLD_SIZE=str(len(places)), LOCAL_RANK=str(local), LOCAL_WORLD_SIZE=str(n),
-                            GROUP_RANK=str(group), MASTER_ADDR="127.0.0.1", MASTER_PORT=self._port)
-                for rank, (group, local, n) in enumerate(places)]
-
-    def __enter__(self) -> Torchrun:
-        return self
-
-    def wait(self) -> tuple[list[int], str]:
-        """Exit statuses and all output. It ends when the last process that could write to it has ended: what was started beside, too."""
-        text = self.output.read()
-        return [process.wait(DEADLINE) for process in self.processes], text
-
-    def left(self) -> list[str]:
-        """Command lines of processes of this test that are there."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and self._mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-            except OSError:
-                continue
-        return found
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-        self.output.close()
-
-
-def places(text: str) -> list[list[Any]]:
-    return sorted(json.loads(found) for found in re.findall(r"PLACE (\[.*?\])", text))
+def check_places(text: str, size: int, each: int, machines: int, servers: int, secret: bool = True) -> None:
+    """Whether PLACES has found ``size`` workers as they should be; in turn 2 with the order of names from turn 1, and after three refusals."""
+    found = sorted(json.loads(place) for place in re.findall(r"PLACE (\[.*?\])", text))
+    assert found == [[turn, rank, rank, size, rank % each, each, machines, servers, secret, turn == 2, size]
+                     for turn in range(3) for rank in range(size)]
+    assert text.count(f"resume: num_workers=7, but torchrun's machines are {machines}") == size
+    assert text.count("resume: global_rank=100, but for torchrun this is worker") == text.count("call bpsx.torch.resume") == size
 
 
 # ---- under bpsx-run
@@ -177,11 +125,11 @@ def test_pytorchs_own_variables_come_first(tmp_path: Path) -> None:
 # ---- under torchrun
 
 def test_torchrun_on_one_machine(tmp_path: Path) -> None:
-    """Twice in a process, then as a backend: a scheduler for each, no server, and nothing is left."""
+    """Three times in a process, then as a backend: a scheduler for each, no server, and nothing is left."""
     with Torchrun(tmp_path, textwrap.dedent(PLACES) + textwrap.dedent(GROUPS).replace("range(2)", "range(1)"), "bpsx") as job:
         statuses, output = job.wait()
         assert statuses == [0], output[-3000:]
-        assert places(output) == [[turn, rank, rank, 2, rank, 2, 1, 0, True, 2.0] for turn in range(2) for rank in range(2)]
+        check_places(output, 2, 2, 1, 0)
         assert all(f"worked: bpsx {rank} 2" in output for rank in range(2))
         assert not job.left()
 
@@ -190,7 +138,7 @@ def test_torchrun_on_two_machines(tmp_path: Path) -> None:
     with Torchrun(tmp_path, PLACES, each=(2, 2)) as job:
         statuses, output = job.wait()
         assert statuses == [0, 0], output[-3000:]
-        assert places(output) == [[turn, rank, rank, 4, rank % 2, 2, 2, 2, True, 4.0] for turn in range(2) for rank in range(4)]
+        check_places(output, 4, 2, 2, 2)
         assert not job.left()
 
 
@@ -199,7 +147,7 @@ def test_uneven_machines(tmp_path: Path) -> None:
     with Torchrun(tmp_path, PLACES, each=(2, 1), by_hand=True) as job:
         statuses, output = job.wait()
         assert statuses == [0, 0, 0], output[-3000:]
-        assert places(output) == [[turn, rank, rank, 3, 0, 1, 3, 3, True, 3.0] for turn in range(2) for rank in range(3)]
+        check_places(output, 3, 1, 3, 3)
         assert "machine of its own" in output and not job.left()
 
 
@@ -207,7 +155,7 @@ def test_a_single_process_needs_nothing(tmp_path: Path) -> None:
     with Torchrun(tmp_path, PLACES, each=(1,), by_hand=True) as job:
         statuses, output = job.wait()
         assert statuses == [0], output[-3000:]
-        assert places(output) == [[turn, 0, 0, 1, 0, 1, 1, 0, False, 1.0] for turn in range(2)]
+        check_places(output, 1, 1, 1, 0, secret=False)
 
 
 @pytest.mark.parametrize("when", ["before", "running"])

@@ -1,15 +1,18 @@
-"""What torchrun's variables mean."""
+"""What torchrun's variables mean, and how workers meet in a store that remembers earlier jobs."""
 
 from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from bpsx.config import torchrun_variables
-from bpsx.errors import ConfigError
-from bpsx.torchrun import Machines, machines, place
+from bpsx.errors import ConfigError, RendezvousError
+from bpsx.torchrun import Machines, Meeting, Place, machines, place
 
 GIVEN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "MASTER_ADDR": "far", "MASTER_PORT": "29500",
-         "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "2"}
+         "TORCHELASTIC_RUN_ID": "job"}
 
 
 def read(monkeypatch, **changes):
@@ -23,7 +26,7 @@ def read(monkeypatch, **changes):
 def test_a_place(monkeypatch):
     found = read(monkeypatch)
     assert (found.rank, found.size, found.local_rank, found.local_size) == (5, 8, 1, 4)
-    assert (found.master_addr, found.master_port, found.attempt) == ("far", 29500, "job/2")
+    assert (found.master_addr, found.master_port, found.run) == ("far", 29500, "job")
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
@@ -31,7 +34,7 @@ def test_all_have_to_be_there(monkeypatch, name):
     assert read(monkeypatch, **{name: ""}) is None
 
 
-@pytest.mark.parametrize("name", ["GROUP_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"])
+@pytest.mark.parametrize("name", ["GROUP_RANK", "TORCHELASTIC_RUN_ID"])
 def test_others_need_not(monkeypatch, name):
     assert read(monkeypatch, **{name: ""}) is not None
 
@@ -58,3 +61,90 @@ def test_what_cannot_be_is_named(monkeypatch, name, value):
 ])
 def test_machines(local, expected):
     assert machines(local) == expected
+
+
+class Memory:
+    """A store in this process."""
+
+    def __init__(self):
+        self.entries, self._changed = {}, threading.Condition()
+
+    def set(self, name, text):
+        with self._changed:
+            self.entries[name] = text
+            self._changed.notify_all()
+
+    def get(self, names, timeout):
+        with self._changed:
+            self._changed.wait_for(lambda: all(name in self.entries for name in names), timeout)
+            return [self.entries.get(name) for name in names]
+
+    def wait_for(self, ending, text):
+        with self._changed:
+            assert self._changed.wait_for(lambda: any(n.endswith(ending) and t == text for n, t in self.entries.items()), 30)
+
+
+def meeting(store, rank, size, timeout=30.0):
+    return Meeting(Place(rank, size, rank, size, "far", 29500, "job"), store, timeout)
+
+
+def lead(store, size, job):
+    """Worker 0: what it has been answered; it has told ``job``."""
+    ours = meeting(store, 0, size)
+    answers = ours.gather("0")
+    ours.tell(job)
+    return answers
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("led_first", [True, False])
+def test_who_meets_again_hears_nothing_of_earlier_jobs(pool, led_first):
+    """The same store, ranks and names each time; a smaller job in between, and one that did not come together."""
+    store = Memory()
+    for turn, size in enumerate((4, 2, 4, 4)):
+        others = [] if led_first else [pool.submit(meeting(store, rank, size).hear, f"{rank} {turn}") for rank in range(1, size)]
+        first = pool.submit(lead, store, size, f"job {turn}")
+        others = others or [pool.submit(meeting(store, rank, size).hear, f"{rank} {turn}") for rank in range(1, size)]
+        assert first.result() == ["0", *(f"{rank} {turn}" for rank in range(1, size))]
+        assert [heard.result() for heard in others] == [f"job {turn}"] * (size - 1)
+        if turn == 2:
+            with pytest.raises(RendezvousError, match="missing in torchrun's store at far:29500: worker 1, 2, 3"):
+                meeting(store, 0, 4, timeout=0).gather("0")
+
+
+def test_worker_0_is_replaced_while_others_wait(pool):
+    """It was killed after it had heard worker 1, which goes on to the next one's job."""
+    store = Memory()
+    with pytest.raises(RendezvousError):
+        meeting(store, 0, 3, timeout=0).gather("0")
+    waiting = pool.submit(meeting(store, 1, 3).hear, "1")
+    store.wait_for("/1", "1")
+    first = pool.submit(lead, store, 3, "job")
+    late = pool.submit(meeting(store, 2, 3).hear, "2")
+    assert first.result() == ["0", "1", "2"] and waiting.result() == late.result() == "job"
+
+
+def test_a_worker_is_replaced_while_worker_0_waits(pool):
+    store = Memory()
+    first = pool.submit(lead, store, 3, "job")
+    lost = pool.submit(meeting(store, 1, 3).hear, "old")
+    store.wait_for("/1", "old")
+    new = pool.submit(meeting(store, 1, 3).hear, "new")
+    store.wait_for("/1", "new")
+    late = pool.submit(meeting(store, 2, 3).hear, "2")
+    assert first.result() == ["0", "new", "2"] and new.result() == late.result() == lost.result() == "job"
+
+
+def test_who_hears_nothing_says_whom_it_waits_for():
+    store = Memory()
+    with pytest.raises(RendezvousError, match="worker 1: .* no answer from worker 0 in torchrun's store at far:29500"):
+        meeting(store, 1, 3, timeout=-0.9).hear("1")
+    with pytest.raises(RendezvousError):
+        meeting(store, 0, 3, timeout=0).gather("0")
+    with pytest.raises(RendezvousError, match="worker 1: .* worker 0 still waits for others"):
+        meeting(store, 1, 3, timeout=-0.5).hear("1")

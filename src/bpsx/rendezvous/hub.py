@@ -92,7 +92,7 @@ class Hub:
         return int(self._socket.getsockopt(zmq.LAST_ENDPOINT).rsplit(b":", 1)[1].strip(b"\0"))
 
     def announce(self) -> None:
-        """Say where we listen: in the log, and in the file that the launcher named."""
+        """Say where we listen: in the log, in the file that the launcher named, and to the worker that has started us."""
         self._tell_launcher("waiting")
         if self._config.port_file:
             path = Path(self._config.port_file)
@@ -101,6 +101,9 @@ class Hub:
             with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
                 file.write(f"{self.port}\n")
             os.replace(draft, path)
+        if self._config.lifeline_fd >= 0:
+            with contextlib.suppress(OSError):      # it may have gone
+                os.write(self._config.lifeline_fd, b"%d" % self.port)
         log.info("listening on %s:%d", self._config.root_uri, self.port)
 
     def _tell_launcher(self, line: str) -> None:

@@ -21,7 +21,6 @@ from bpsx.api import (  # noqa: E402
     local_rank,
     local_size,
     rank,
-    resume,
     shutdown,
     size,
     suspend,
@@ -49,13 +48,13 @@ if _torch.distributed.is_available():
     from bpsx.torch import rendezvous as _rendezvous
     from bpsx.torch.collectives import UnsupportedCollective
     from bpsx.torch.ddp_hook import DDPHookState, ddp_comm_hook
-    from bpsx.torch.rendezvous import init
+    from bpsx.torch.rendezvous import init, resume
     from bpsx.torch.work import GroupTimeoutError
 
     _rendezvous.register()
     _process_group.register()
 else:
-    from bpsx.api import init
+    from bpsx.api import init, resume
 
 #: BytePS's name for it.
 byteps_push_pull = push_pull_async_inplace

@@ -6,10 +6,12 @@ a scheduler: the workers meet at torchrun's store and start what is missing (:mo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,25 +27,42 @@ _Triple = tuple[Any, int, int]
 _Handler = Callable[..., Iterator[_Triple]]
 #: Kept once it is there: where torchrun has no store of its own, worker 0's is in this object.
 _store: Any = None
+#: Seconds between two looks at the store, at most: enough not to burden it with thousands of workers.
+_PAUSE = 0.25
 
 
 class _TorchStore:
-    """PyTorch's store as :class:`bpsx._adapter.Store`."""
+    """PyTorch's store as :class:`bpsx._adapter.Store`. Raises :class:`RendezvousError` if it does not answer."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
 
     def set(self, name: str, text: str) -> None:
         """Write an entry."""
-        self._store.set(name, text)
+        with _reached():
+            self._store.set(name, text)
 
     def get(self, names: Sequence[str], timeout: float) -> list[str | None]:
         """The entries of those names; None for those that are not there after ``timeout`` seconds."""
-        try:
-            self._store.wait(list(names), timedelta(seconds=timeout))
-        except RuntimeError:
-            return [self._store.get(name).decode() if self._store.check([name]) else None for name in names]
-        return [self._store.get(name).decode() for name in names]
+        end, pause = time.monotonic() + timeout, 0.01
+        with _reached():
+            # The store's own wait lets no Ctrl-C through, and logs a warning when its time is over.
+            while not self._store.check(list(names)):
+                left = end - time.monotonic()
+                if left <= 0:
+                    return [self._store.get(name).decode() if self._store.check([name]) else None for name in names]
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, _PAUSE)
+            return [self._store.get(name).decode() for name in names]
+
+
+@contextlib.contextmanager
+def _reached() -> Iterator[None]:
+    """Around what asks torchrun's store. Raises :class:`RendezvousError`."""
+    try:
+        yield
+    except RuntimeError as e:
+        raise RendezvousError(f"cannot reach torchrun's store (MASTER_ADDR, MASTER_PORT): {e}") from e
 
 
 def init(lazy: bool = True) -> None:
@@ -59,15 +78,22 @@ def init(lazy: bool = True) -> None:
     _adapter.init(_open_store)
 
 
+def resume(num_workers: int, num_servers: int, global_rank: int | None = None, context: object = None) -> None:
+    """Join another job, after :func:`bpsx.torch.suspend`: of ``num_workers`` machines and ``num_servers`` servers; see :func:`bpsx.resume`.
+
+    Under torchrun it is a job of the same workers, to which the numbers have to fit; a new scheduler and servers are started as by
+    :func:`init`, with ``num_servers=0`` as many as there. ``context`` is upstream's and ignored. Raises as :func:`bpsx.resume`. Thread-safe.
+    """
+    _adapter.resume(_open_store, num_workers, num_servers, global_rank)
+
+
 def _open_store(prefix: str, timeout: float) -> _TorchStore:
     global _store
     if _store is None:
         if not dist.is_available():
             raise ConfigError("bpsx.torch.init under torchrun needs a PyTorch with torch.distributed; or start the script with bpsx-run")
-        try:
+        with _reached():
             _store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
-        except RuntimeError as e:
-            raise RendezvousError(f"cannot reach torchrun's store (MASTER_ADDR, MASTER_PORT): {e}") from e
     return _TorchStore(dist.PrefixStore(prefix, _store))
 
 
