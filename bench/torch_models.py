@@ -54,6 +54,6 @@ WORKLOADS = {
     # 3.3 million in 51
     "gpt": Workload(_seeded(lambda: GPT(_VOCABULARY, _SEQUENCE)), _next_token(8), lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)),
     # 12.8 million, of which the first nine layers have 12.0. On a link of 1 Gbit/s their gradients take longer than forward and backward.
-    "front": Workload(_seeded(lambda: perceptron(*[1152] * 10, 512, 512, 10)), _classes(256, 1152, 10),
+    "front": Workload(_seeded(lambda: perceptron(*[1152] * 10, 512, 512, 10)), _classes(160, 1152, 10),
                       lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)),
 }
