@@ -26,7 +26,7 @@ def broadcast_parameters(params: Any, root_rank: int, prefix: str = "Parameter."
     :class:`~bpsx.torch.UnsupportedTensor`, and what :func:`bpsx.torch.synchronize` raises.
     """
     pairs = _named_tensors(params)
-    check_root(root_rank)
+    check_root(root_rank, "broadcast_parameters")
     if _adapter.session().size > 1:
         _broadcast_all(pairs, root_rank, prefix)
 
@@ -40,7 +40,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 
     Raises also what :func:`broadcast_parameters` raises.
     """
-    check_root(root_rank)
+    check_root(root_rank, "broadcast_optimizer_state")
     ours = _adapter.session()
     if ours.size == 1:
         return
@@ -81,10 +81,11 @@ def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
     return list(pairs.items())
 
 
-def check_root(root_rank: Any) -> None:
-    size = _adapter.session().size
+def check_root(root_rank: Any, verb: str, size: int | None = None) -> None:
+    """Raise :class:`ConfigError` unless there is such a rank among ``size`` workers, by default the job's."""
+    size = _adapter.session().size if size is None else size
     if not isinstance(root_rank, int) or not 0 <= root_rank < size:
-        raise ConfigError(f"root_rank={root_rank!r}: allowed are 0 to {size - 1}")
+        raise ConfigError(f"{verb}: root_rank={root_rank!r}: allowed are 0 to {size - 1}")
 
 
 class Overwriting:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from bpsx import _adapter
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError, ConfigError
-from bpsx.torch.broadcast import bytes_view
+from bpsx.torch.broadcast import bytes_view, check_root
 from bpsx.torch.gather import all_gather_async
 from bpsx.torch.ops import check_tensor, check_writable, dtype_name, is_plain, mark_written, plain_copy, submit
 from bpsx.torch.work import Collective
@@ -62,7 +62,7 @@ class Group:
 
     def broadcast(self, tensor: torch.Tensor, root: int, verb: str = "broadcast") -> Collective:
         """Overwrite ``tensor`` with worker ``root``'s."""
-        self.check_root(root, verb)
+        check_root(root, verb, self.size)
         stage, home = self._in_place(tensor, verb, read=root == self.rank)
         mark_written(tensor)
         return self._broadcast(stage, root, verb, home if root != self.rank else None)
@@ -99,14 +99,14 @@ class Group:
 
     def gather(self, outputs: Sequence[torch.Tensor], mine: torch.Tensor, root: int) -> Collective:
         """Fill ``outputs[r]`` on worker ``root`` with worker r's ``mine``. The bytes come to all: a broadcast is to all."""
-        self.check_root(root, "gather")
+        check_root(root, "gather", self.size)
         if root != self.rank:
             outputs = [torch.empty(mine.shape, dtype=mine.dtype) for _ in range(self.size)]
         return self.all_gather(outputs, mine, "gather")
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Collective:
         """Overwrite ``output`` with worker ``root``'s ``inputs[rank]``."""
-        self.check_root(root, "scatter")
+        check_root(root, "scatter", self.size)
         check_tensor(output, "scatter: the output")
         everything = torch.empty(self.size * output.numel(), dtype=output.dtype)
         mine = _equal_parts(everything, self.size)
@@ -123,7 +123,7 @@ class Group:
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Any) -> Collective:
         """Replace ``tensor`` on worker ``root`` by the reduction over all workers; elsewhere it stays as it is."""
-        self.check_root(root, "reduce")
+        check_root(root, "reduce", self.size)
         if root == self.rank:
             return self.all_reduce(tensor, op, "reduce")
         stage, _ = self._in_place(tensor, "reduce")
@@ -194,11 +194,6 @@ class Group:
         """Ends when every worker has begun it."""
         nothing = torch.zeros(1, dtype=torch.uint8)
         return self.reduce_into(nothing, nothing, _Op.SUM, "barrier", will_wait=True)
-
-    def check_root(self, root: int, verb: str) -> None:
-        """Raise :class:`ConfigError` unless there is such a rank in the group."""
-        if not 0 <= root < self.size:
-            raise ConfigError(f"{verb}: root {root}; allowed are 0 to {self.size - 1}")
 
     def _check_parts(self, parts: Sequence[torch.Tensor], mine: torch.Tensor, verb: str, equal: bool = False) -> None:
         """Whether there is a part for each worker, the own one as long as ``mine``, all of its dtype."""

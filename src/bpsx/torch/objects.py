@@ -42,7 +42,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     Raises :class:`ObjectError` on all workers if the root's object cannot travel; on a worker alone where it cannot be unpickled;
     :class:`~bpsx.errors.ConfigError` for a root that does not exist; and what :func:`bpsx.torch.synchronize` raises.
     """
-    check_root(root_rank)
+    check_root(root_rank, "broadcast_object")
     where = _checked_name(name, "broadcast_object")
     if _adapter.session().size == 1:
         return obj

@@ -71,7 +71,7 @@ def grouped_allgather_async(tensors: Sequence[torch.Tensor], name: str | None = 
 def _begin_broadcast(tensor: torch.Tensor, root_rank: int, name: str | None, inplace: bool, process_set: ProcessSet) -> Pending:
     check_process_set(process_set)
     wire = wire_name("broadcast", name, tensor)
-    check_root(root_rank)
+    check_root(root_rank, "broadcast")
     if inplace:
         check_replaceable(tensor, wire, "broadcast()")
     target = tensor if inplace else tensor.detach().clone()
