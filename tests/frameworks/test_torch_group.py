@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch_job import run_job
 
 import bpsx.torch as bps
+from bpsx import _adapter
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError
 
@@ -205,7 +206,22 @@ def job_objects() -> Any:
     mine = [None]
     dist.scatter_object_list(mine, [f"for {r}" for r in range(size)] if rank == 0 else None, src=0)
     found.check("scatter_object_list", mine, [f"for {rank}"])
+    known = _adapter.session()._declared     # no public way to count them
+    before, gathered = len(known), [None] * size
+    for n in range(1, 100):
+        dist.all_gather_object(gathered, "x" * (n + rank))
+        dist.broadcast_object_list(["y" * n], src=0)
+    found.check("declared for 198 lengths", len(known) - before < 20 * (size + 1), True)
     return found.done()
+
+
+def job_lengths_of_bytes() -> Any:
+    """They travel filled up, so that those who expect another number have to be told."""
+    expected = torch.zeros(100 + dist.get_rank() % 2, dtype=torch.uint8)
+    work = dist.broadcast(expected, src=0, async_op=True)
+    said = [error_of(work.wait), error_of(work.wait)]
+    gathered = [torch.zeros(100 + (r == 0 and dist.get_rank() == 1), dtype=torch.uint8) for r in range(dist.get_world_size())]
+    return [*said, error_of(lambda: dist.all_gather(gathered, torch.zeros(100, dtype=torch.uint8)))]
 
 
 def job_functional() -> Any:
@@ -359,6 +375,14 @@ def check_disagreement_is_an_error_on_all_workers(results: list[dict[str, Any]])
         assert good.eq(len(results)).all()
 
 
+def check_wrong_lengths_of_bytes_are_an_error_where_they_are_expected(results: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(results):
+        once, again, gathered = result["job_lengths_of_bytes"]
+        assert once == again
+        assert once.startswith("MismatchError: broadcast from worker 0: 100 bytes have come, and 101") if rank % 2 else once == "none", once
+        assert gathered.startswith("MismatchError: all_gather: worker 0: 100 bytes") if rank == 1 else gathered == "none", gathered
+
+
 def check_the_groups_timeout_is_kept(results: list[dict[str, Any]]) -> None:
     total, text, future, given = results[0]["job_timeout"]
     assert text.startswith("GroupTimeoutError") and "timeout of 1.5 s" in text and "all_reduce" in text
@@ -384,6 +408,7 @@ def test_the_backend(tmp_path: Path, workers: int, servers: int, processes: int)
     check_groups_of_all_and_of_one(results)
     check_what_is_refused_says_what_to_use(results)
     check_disagreement_is_an_error_on_all_workers(results)
+    check_wrong_lengths_of_bytes_are_an_error_where_they_are_expected(results)
     check_the_groups_timeout_is_kept(results)
     check_a_destroyed_group_leaves_bpsx_and_can_be_made_again(results)
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from bpsx import _adapter
 from bpsx.dtypes import BY_NAME
-from bpsx.errors import BpsxError, ConfigError
-from bpsx.torch.broadcast import bytes_view, check_root
+from bpsx.errors import BpsxError, ConfigError, MismatchError
+from bpsx.torch.broadcast import bytes_view, capacity, check_root
 from bpsx.torch.gather import all_gather_async
 from bpsx.torch.ops import check_tensor, check_writable, dtype_name, is_plain, mark_written, plain_copy, submit
 from bpsx.torch.work import Collective
@@ -70,7 +70,12 @@ class Group:
     def _broadcast(self, stage: torch.Tensor, root: int, verb: str, finish: Callable[[], object] | None) -> Collective:
         if self.size == 1:
             return Collective(finish=finish)
-        return Collective([_adapter.session().broadcast(f"{self.name}.{verb}", bytes_view(stage), root)], finish)
+        wire, unpack = stage, None
+        if stage.dtype is torch.uint8:
+            wire = _packed(stage if root == self.rank else None, stage.numel())
+            unpack = functools.partial(_unpack, wire, stage, f"{verb} from worker {root}")
+        handle = _adapter.session().broadcast(f"{self.name}.{verb}", bytes_view(wire), root)
+        return Collective([handle], lambda: [act() for act in (unpack, finish) if act is not None])
 
     def all_gather(self, outputs: Sequence[torch.Tensor], mine: torch.Tensor, verb: str = "all_gather") -> Collective:
         """Fill ``outputs[r]`` with worker r's ``mine``. Workers may bring different lengths, as long as all know them."""
@@ -83,8 +88,13 @@ class Group:
             homes += [] if home is None else [home]
             mark_written(output)
         stages[self.rank].copy_(plain_copy(mine).view(-1))
-        handles = [all_gather_async(stages, stages[self.rank], f"{self.name}.{verb}")] if self.size > 1 else []
-        return Collective(handles, lambda: [home() for home in homes])
+        if self.size == 1:
+            return Collective(finish=lambda: [home() for home in homes])
+        wires = stages
+        if mine.dtype is torch.uint8:
+            wires = [_packed(stage if r == self.rank else None, stage.numel()) for r, stage in enumerate(stages)]
+            homes[:0] = [functools.partial(_unpack, wires[r], stage, f"{verb}: worker {r}") for r, stage in enumerate(stages)]
+        return Collective([all_gather_async(wires, wires[self.rank], f"{self.name}.{verb}")], lambda: [home() for home in homes])
 
     def all_gather_single(self, output: torch.Tensor, mine: torch.Tensor, verb: str = "all_gather") -> Collective:
         """Fill ``output`` with all workers' ``mine``, one after the other."""
@@ -215,6 +225,31 @@ class Group:
             return detached.view(-1), None
         stage = plain_copy(tensor).view(-1) if read else torch.empty(tensor.numel(), dtype=tensor.dtype)
         return stage, functools.partial(_copy_home, tensor, stage)
+
+
+#: Of the number at the end of what is packed.
+_LENGTH = 8
+
+
+def _packed(stage: torch.Tensor | None, length: int) -> torch.Tensor:
+    """Memory for ``length`` bytes to travel in, holding those of ``stage``, if this worker has them, and their number.
+
+    Bytes are what PyTorch's object collectives send, of another number each time, and what a name means is never forgotten: so they are filled up
+    to a capacity from a short series.
+    """
+    whole = torch.zeros(capacity(length) + _LENGTH, dtype=torch.uint8)
+    if stage is not None:
+        whole[:length] = stage
+        whole[-_LENGTH:] = torch.frombuffer(bytearray(length.to_bytes(_LENGTH, "little")), dtype=torch.uint8)
+    return whole
+
+
+def _unpack(whole: torch.Tensor, stage: torch.Tensor, what: str) -> None:
+    """Raise :class:`~bpsx.errors.MismatchError` if the bytes that have come are not as many as ``stage`` has room for."""
+    length = int.from_bytes(whole[-_LENGTH:].tolist(), "little")
+    if length != stage.numel():
+        raise MismatchError(f"{what}: {length} bytes have come, and {stage.numel()} are expected here: workers have to agree on lengths")
+    stage.copy_(whole[:length])
 
 
 def _copy_home(tensor: torch.Tensor, flat: torch.Tensor) -> None:

@@ -56,6 +56,7 @@ class Work(dist.Work):  # type: ignore[misc]    # PyTorch is not looked into
         self._what, self._begun, self._outputs, self._timeout = what, begun, outputs, timeout
         self._lock = threading.RLock()
         self._future: torch.futures.Future[list[Any]] | None = None
+        self._failure: BpsxError | None = None      # in what comes after the transfer
         _held[id(self)] = self
         if len(_held) > _MOST_HELD:
             with contextlib.suppress(KeyError, StopIteration, RuntimeError):    # another thread was faster
@@ -82,13 +83,24 @@ class Work(dist.Work):  # type: ignore[misc]    # PyTorch is not looked into
             except TimeoutError as e:
                 raise GroupTimeoutError(f"{self._what} has not ended within the timeout of {limit:g} s (init_process_group(timeout=…)); some "
                                         "worker has not called it, or is slow") from e
+        try:
+            self._finish()
+        finally:
+            self._let_go()
+        return True
+
+    def _finish(self) -> None:
+        """Bring what has come to where it belongs, once. Raises what has gone wrong in that, every time."""
         with self._lock:
             finish, self._begun.finish = self._begun.finish, []
-            with torch.no_grad():
-                for act in finish:
-                    act()
-        self._let_go()
-        return True
+            try:
+                with torch.no_grad():
+                    for act in finish:
+                        act()
+            except BpsxError as e:
+                self._failure = e
+            if self._failure is not None:
+                raise self._failure
 
     def _let_go(self) -> None:
         """Somebody knows how it ended."""
