@@ -208,6 +208,9 @@ class _Barrier(Exchange):
         self._changed = [{} for _ in groups]
         self._parts = 0
         self._serving.watch_no_more()
+        # A parameter that has been frozen with a gradient steps on with it, as in one process; nobody waits for that.
+        with _as_in_step():
+            self._step({id(m.parameter) for m in self._managed if not m.parameter.requires_grad and m.parameter.grad is not None})
         self.apply(self._serving.unserved)
         return True
 

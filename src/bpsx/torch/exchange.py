@@ -145,6 +145,7 @@ class Exchange:
         """Forget backward passes that have been added up so far."""
         for managed in self._managed:
             managed.passes_left = self._passes
+            managed.averaged = None     # its memory may be wanted
 
     def accumulated(self, managed: Managed) -> None:
         """Backward has added to a gradient. Raises :class:`GradientOrderError`."""
@@ -286,7 +287,7 @@ class Exchange:
         assert gradient is not None
         check_tensor(gradient, managed.what)
         check_writable(gradient, managed.what)
-        wire, ctx = self._compression.compress(gradient.detach())
+        wire, ctx = (gradient, None) if self._compression is NoneCompressor else self._compression.compress(gradient.detach())
         handle = submit(wire, wire, managed.wire, average=self._average, priority=managed.priority)
         managed.pushed = _Pushed(gradient, handle, ctx, _version(gradient))
 
@@ -361,9 +362,11 @@ def _is_alone(tensor: torch.Tensor) -> bool:
 
 
 def _hook_for(exchange: weakref.ref[Exchange], managed: Managed) -> Callable[[torch.Tensor], None]:
+    whose = weakref.ref(managed)    # it knows the parameter, which would never go if its own hook knew it
+
     def hook(_: torch.Tensor) -> None:
-        alive = exchange()
-        if alive is not None:
-            alive.accumulated(managed)
+        alive, concerned = exchange(), whose()
+        if alive is not None and concerned is not None:
+            alive.accumulated(concerned)
 
     return hook

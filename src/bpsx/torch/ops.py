@@ -162,7 +162,8 @@ def submit(
     dtype = _SUMMED.get(source.dtype) or summable(source, f"push_pull of {name!r}" if name else "push_pull")
     plain = is_plain(source)
     if source is output and plain:      # the way of gradients, hundreds of them in a step: nothing that is not needed
-        stage_in = stage_out = source
+        # A tensor of our own: who sets `source.data` meanwhile does not free the memory that is under way.
+        stage_in = stage_out = source.detach()
         staged = False
     else:
         stage_in = source.detach() if plain else plain_copy(source)

@@ -36,7 +36,7 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     over workers, not over passes (divide the loss if you want that).
 
     **Looking at gradients.** From ``backward()`` to the end of ``step()`` gradients are under way; who writes to one then gets a
-    :class:`GradientOrderError` at the wait, with its name. ``synchronize()`` waits for them. So does reading ``param_groups``, and a ``step()`` after
+    :class:`GradientOrderError` at the wait, with its name (not who writes through ``grad.data``). ``synchronize()`` waits for them. So does reading ``param_groups``, and a ``step()`` after
     that neither waits nor pushes again: ``torch.amp.GradScaler`` works as it is, and an overflow on one worker is one on all. Read ``param_groups``
     before the first or after the last backward of a step.
 

@@ -137,8 +137,10 @@ def _checked_splits(tensor: torch.Tensor, splits: _Splits) -> list[int]:
         if rows % size:
             raise ConfigError(f"alltoall: {rows} rows cannot be divided evenly among {size} workers; give splits")
         return [rows // size] * size
-    given = [int(n) for n in splits]
-    if len(given) != size or min(given) < 0 or sum(given) > rows:
+    if isinstance(splits, torch.Tensor) and (splits.dim() != 1 or splits.is_floating_point()):
+        raise ConfigError(f"alltoall: splits is a tensor of shape {tuple(splits.shape)} and {splits.dtype}; one dimension of integers is needed")
+    given = splits.tolist() if isinstance(splits, torch.Tensor) else list(splits)
+    if len(given) != size or not all(type(n) is int for n in given) or min(given) < 0 or sum(given) > rows:
         raise ConfigError(f"alltoall: splits={given}: {size} numbers from 0, one for each worker, of at most {rows} rows together are needed")
     return given
 
