@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_job import Finished, run_job
+from torch_job import Finished, each, run_job
 
 import bpsx.torch as bps
 import bpsx.torch.cross_barrier as upstream
@@ -261,8 +261,20 @@ def _exception(optimizer: Any, model: nn.Module) -> None:
     train("", optimizer, model, range(2, STEPS))
 
 
+def _frozen(optimizer: Any, model: nn.Module) -> None:
+    """A parameter that is frozen while it has a gradient, of zeros, goes on with its momentum; one worker looks at parameters before each step."""
+    for step in range(STEPS):
+        model.direct.requires_grad_(step not in (2, 3))
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, step).backward()
+        if bps.rank() == 0:
+            assert optimizer.param_groups[0]["params"]
+        optimizer.step()
+
+
 def job_uses() -> Any:
     return {
+        "frozen": outcome(_frozen),
         "passes": outcome(_passes, backward_passes_per_step=2), "looks": outcome(_looks, MAKERS["adam"]), "closure": outcome(_closure),
         "hooks": outcome(_hooked), "scaler": outcome(_scaled), "exception": outcome(_exception),
         "fp16": outcome(lambda o, m: train("", o, m), compression=bps.Compression.fp16),
@@ -415,10 +427,6 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return finished
 
 
-def each(job: Finished, name: str) -> list[Any]:
-    return [job.results[rank][name] for rank in sorted(job.results)]
-
-
 def check(job: Finished, name: str, case: str) -> None:
     found = [f[case] for f in each(job, name)]
     for same, mine in found:
@@ -436,7 +444,7 @@ def test_gradients_may_be_zeroed_at_any_time_or_not_at_all(job: Finished, zero: 
     check(job, "job_zero_grad", zero)
 
 
-@pytest.mark.parametrize("case", ["passes", "looks", "closure", "hooks", "scaler", "exception", "fp16"])
+@pytest.mark.parametrize("case", ["frozen", "passes", "looks", "closure", "hooks", "scaler", "exception", "fp16"])
 def test_uses(job: Finished, case: str) -> None:
     check(job, "job_uses", case)
 

@@ -77,6 +77,7 @@ def refusals() -> list[Refusal]:
         (lambda: hvd.broadcast_(torch.ones(1).expand(4), 0), UnsupportedTensor, "share memory"),
         (lambda: hvd.broadcast(x, 9), ConfigError, "root_rank=9"), (lambda: hvd.grouped_allreduce(x), ConfigError, "a list of tensors"),
         (lambda: hvd.alltoall(torch.ones(hvd.size() + 1)), ConfigError, "cannot be divided evenly"),
+        (lambda: hvd.alltoall(x, [1.0] * hvd.size()), ConfigError, r"splits=\[1.0"), (lambda: hvd.alltoall(x, torch.ones(2)), ConfigError, "float32"),
         (lambda: hvd.alltoall(x, [1]), ConfigError, r"splits=\[1\]"), (lambda: hvd.alltoall(x, [5] + [0] * (hvd.size() - 1)), ConfigError, "4 rows"),
         *[(call, UnsupportedTensor, "at least one dimension") for call in rows],
         (lambda: hvd.synchronize(3), ConfigError, "a handle is needed"), (lambda: hvd.poll(None), ConfigError, "a handle is needed"),

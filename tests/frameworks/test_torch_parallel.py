@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch_job import Finished, run_job
+from torch_job import Finished, each, run_job
 
 import bpsx.torch as bps
 from bpsx import _adapter
@@ -369,10 +369,6 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     assert finished.status == 0, finished.output[-5000:]
     assert sorted(finished.results) == list(range(workers))
     return finished
-
-
-def each(job: Finished, name: str) -> list[Any]:
-    return [job.results[rank][name] for rank in sorted(job.results)]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_job import Finished, run_job
+from torch_job import Finished, each, run_job
 
 import bpsx.torch as bps
 from bpsx.errors import MismatchError, PeerLostError
@@ -162,10 +162,6 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     finished = run_job(__file__, JOBS, tmp_path_factory.mktemp("job"), machines, 1, processes)
     assert finished.status == 0, finished.output[-5000:]
     return finished
-
-
-def each(job: Finished, name: str) -> list[Any]:
-    return [job.results[rank][name] for rank in sorted(job.results)]
 
 
 def test_sums_and_averages(job: Finished) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch_job import Finished, run_job
+from torch_job import Finished, each, run_job
 
 import bpsx.torch as bps
+from bpsx.torch.parallel import DistributedDataParallel
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64]
 SHAPES = [(), (0,), (1,), (3, 0, 2), (7,), (33, 5), (5000,), (300, 301)]
@@ -64,6 +67,29 @@ def job_many_handles() -> Any:
     results = {i: float(bps.synchronize(handles[i])[49]) for i in reversed(range(100))}
     assert all(bps.poll(h) for h in handles)
     return [results[i] for i in range(100)]
+
+
+def job_data_is_replaced() -> Any:
+    """The memory under way is kept, whatever becomes of the tensor: nothing else may be found there when the sum comes home."""
+    damage = 0.0
+    for _ in range(3):
+        tensor = torch.full((1 << 20,), 1.0)
+        handle = bps.push_pull_async_inplace(tensor, name="replaced", average=False)
+        tensor.data = torch.empty(0)
+        others = [torch.full((1 << 20,), 7.0) for _ in range(2)]
+        bps.synchronize(handle)
+        damage += sum(float((t - 7).abs().sum()) for t in others)
+    return damage
+
+
+def job_dropped() -> Any:
+    """A module that nobody has any more takes its parameters along: hooks on them do not keep them."""
+    model = DistributedDataParallel(nn.Linear(3, 3))
+    model(torch.ones(1, 3)).sum().backward()
+    memory = [weakref.ref(p) for p in model.parameters()]
+    del model
+    gc.collect()
+    return [w() is None for w in memory]
 
 
 def job_compressed() -> Any:
@@ -146,7 +172,7 @@ def job_resume() -> Any:
     return found
 
 
-JOBS = ["job_dtypes", "job_noncontiguous", "job_many_handles", "job_compressed", "job_names", "job_broadcast", "job_resume"]
+JOBS = ["job_dtypes", "job_noncontiguous", "job_many_handles", "job_data_is_replaced", "job_dropped", "job_compressed", "job_names", "job_broadcast", "job_resume"]
 
 
 @pytest.fixture(scope="module")
@@ -154,10 +180,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     finished = run_job(__file__, JOBS, tmp_path_factory.mktemp("job"), WORKERS, 2, BYTEPS_PARTITION_BYTES="65536")
     assert finished.status == 0, finished.output[-5000:]
     return finished
-
-
-def each(job: Finished, name: str) -> list[Any]:
-    return [job.results[rank][name] for rank in range(WORKERS)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -179,6 +201,14 @@ def test_noncontiguous(job: Finished) -> None:
     for found in each(job, "job_noncontiguous"):
         for key, (result, in_place) in found.items():
             assert torch.equal(result, expected[key]) and torch.equal(in_place, expected[key])
+
+
+def test_memory_under_way_is_kept_when_data_is_replaced(job: Finished) -> None:
+    assert each(job, "job_data_is_replaced") == [0.0] * WORKERS
+
+
+def test_a_dropped_module_takes_its_parameters_along(job: Finished) -> None:
+    assert all(all(gone) for gone in each(job, "job_dropped"))
 
 
 def test_many_handles_without_a_name(job: Finished) -> None:

@@ -55,6 +55,11 @@ def run_job(module_file: str, functions: list[str], out: Path, workers: int = 2,
     return Finished(status, output, results)
 
 
+def each(job: Finished, name: str) -> list[Any]:
+    """What function ``name`` has returned, by worker."""
+    return [job.results[rank][name] for rank in sorted(job.results)]
+
+
 def _work(module_file: str, out: str, *functions: str) -> None:
     import bpsx.torch as bps
 
