@@ -172,7 +172,8 @@ def job_resume() -> Any:
     return found
 
 
-JOBS = ["job_dtypes", "job_noncontiguous", "job_many_handles", "job_data_is_replaced", "job_dropped", "job_compressed", "job_names", "job_broadcast", "job_resume"]
+JOBS = ["job_dtypes", "job_noncontiguous", "job_many_handles", "job_data_is_replaced", "job_dropped", "job_compressed",
+        "job_names", "job_broadcast", "job_resume"]
 
 
 @pytest.fixture(scope="module")
