@@ -194,7 +194,7 @@ class _Barrier(Exchange):
         if not failures and any(m.kind is Kind.SPARSE for m in ours):
             return False
         self._users = self._push_missing(failures)
-        ours = [m for m in ours if m.pushed is not None]
+        ours = [m for m in self._managed if m.pushed is not None]
         if any(failures):
             failures += [self._try(self._receive, m) for m in ours]
             raise_first(failures)
@@ -210,7 +210,7 @@ class _Barrier(Exchange):
         self._serving.watch_no_more()
         # A parameter that has been frozen with a gradient steps on with it, as in one process; nobody waits for that.
         with _as_in_step():
-            self._step({id(m.parameter) for m in self._managed if not m.parameter.requires_grad and m.parameter.grad is not None})
+            self._step({id(m.parameter) for m in self._managed if id(m.parameter) not in self._pending and m.wanted and m.parameter.grad is not None})
         self.apply(self._serving.unserved)
         return True
 

@@ -287,7 +287,7 @@ class Exchange:
         assert gradient is not None
         check_tensor(gradient, managed.what)
         check_writable(gradient, managed.what)
-        wire, ctx = (gradient, None) if self._compression is NoneCompressor else self._compression.compress(gradient.detach())
+        wire, ctx = self._compression.compress(gradient.detach())      # its own: `grad.data` may be set to other memory meanwhile
         handle = submit(wire, wire, managed.wire, average=self._average, priority=managed.priority)
         managed.pushed = _Pushed(gradient, handle, ctx, _version(gradient))
 
