@@ -151,8 +151,10 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]
         ctx.save_for_backward(x, weight, mean.to(dtype), scale.to(dtype))
         ctx.count, ctx.name, ctx.shape = count, name, shape
         y = (x.to(dtype) - mean.to(dtype).reshape(shape)) * scale.to(dtype).reshape(shape)
-        if weight is not None and bias is not None:
-            y = y * weight.to(dtype).reshape(shape) + bias.to(dtype).reshape(shape)
+        if weight is not None:
+            y = y * weight.to(dtype).reshape(shape)
+        if bias is not None:
+            y = y + bias.to(dtype).reshape(shape)
         return y.to(x.dtype)
 
     @staticmethod

@@ -50,6 +50,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
             packed = _pack(optimizer)
         except BpsxError as e:     # the others wait for an answer: they get this one
             problem = str(e)
+        except Exception as e:
+            problem = f"worker {root_rank}'s state cannot be sent: {type(e).__name__}: {e}"
     text = json.dumps({"error": problem} if packed is None else packed.structure).encode()
     structure = json.loads(broadcast_bytes(text, root_rank, prefix + "optimizer"))
     if structure.get("error"):

@@ -244,8 +244,10 @@ class _Barrier(Exchange):
         with _as_in_step():
             self._step({id(managed.parameter) for managed, _ in pending if managed.wanted})
         for (managed, pushed), grad in zip(pending, before, strict=True):
-            if grad is not pushed.gradient or not managed.wanted:
-                managed.parameter.grad = grad if grad is not pushed.gradient else None
+            if not managed.wanted and managed.stands_in:
+                managed.parameter.grad = None
+            elif grad is not pushed.gradient:
+                managed.parameter.grad = grad
         self._let_go()
 
     def _arrived(self) -> list[tuple[Managed, _Pushed]]:

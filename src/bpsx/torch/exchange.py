@@ -54,6 +54,7 @@ class Managed:
         self.kind: Kind | None = None       # None: the workers have not agreed yet
         self.sparse_dim = 1
         self.deferred = False               # a sparse gradient that is complete, and waits for that
+        self.stands_in = False              # what has been pushed are zeros for a gradient that this worker has not had
         self.wanted = True                  # False: no worker has a gradient in this step, as far as is known
         self.averaged: tuple[torch.Tensor, int | None] | None = None    # what an implicit wait has left in grad, and its version
 
@@ -279,6 +280,7 @@ class Exchange:
             self._push_sparse(managed)
             return
         parameter = managed.parameter
+        managed.stands_in = parameter.grad is None
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         elif managed.is_sparse():
