@@ -314,7 +314,13 @@ class Exchange:
         pushed, managed.pushed = managed.pushed, None
         assert pushed is not None
         if isinstance(pushed, SparseSum):
-            managed.parameter.grad = pushed.wait()
+            total = pushed.wait()
+            if pushed.dense:    # on all workers: it goes again, as what it is from now on
+                managed.kind = Kind.DENSE
+                self._push(managed)
+                self._receive(managed)
+            else:
+                managed.parameter.grad = total
             return
         gradient = pushed.gradient
         written = pushed.version is not None and gradient._version != pushed.version and _is_alone(gradient)

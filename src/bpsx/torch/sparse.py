@@ -25,6 +25,7 @@ class SparseSum:
         whole = tensor.detach().coalesce()
         self._shape, self._dtype, self._sparse_dim, self._average = whole.shape, whole.dtype, whole.sparse_dim(), average
         self._compression = compression
+        self.dense = kind == DENSE      # here, and on all workers if the end is a good one
         wire, self._ctx = compression.compress(whole.values())
         kind = f"{kind} tensor of shape {tuple(self._shape)} with {self._sparse_dim} sparse dimensions:"
         self._rows = RowGathering([whole.indices().t(), wire], name, kind)
