@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import shutil
@@ -21,6 +22,7 @@ def run(*words: str) -> None:
         raise BenchError(f"{' '.join(words)}: {error.stderr.strip()}") from None
 
 
+@functools.cache
 def why_not() -> str:
     """Why there can be no such network here; empty if there can."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]

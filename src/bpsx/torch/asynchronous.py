@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from bpsx import _adapter
+from bpsx.torch.broadcast import Overwriting
 from bpsx.torch.exchange import Exchange, raise_first
-from bpsx.torch.ops import Handle, check_tensor, check_writable, dtype_name, is_plain, mark_written, plain_copy, submit, summable, view_of
+from bpsx.torch.ops import Handle, check_tensor, check_writable, mark_written, submit, summable
 
 PREFIX = "Async."
 
@@ -79,21 +80,12 @@ class AsyncExchange(Exchange):
         new = [m for m in self._managed if m.parameter.requires_grad and id(m.parameter) not in self._seeded]
         handles: list[Handle] = []
         failures: list[Exception] = []
-        staged = []
         for managed in new:
-            stage = plain_copy(managed.parameter)
-            staged.append((managed.parameter, stage))
             try:
-                handles.append(session.broadcast(PREFIX + managed.name, view_of(stage, dtype_name(stage)), 0))
+                handles.append(Overwriting(managed.parameter, 0, PREFIX + managed.name, typed=True))
             except Exception as e:
                 failures.append(e)
         self._wait(handles, failures)
-        with torch.no_grad():
-            for parameter, stage in staged:
-                if not is_plain(parameter):
-                    parameter.detach().copy_(stage)
-                else:
-                    mark_written(parameter)
         self._seeded.update(id(m.parameter) for m in new)
 
     @staticmethod

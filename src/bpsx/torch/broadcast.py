@@ -92,21 +92,22 @@ def check_root(root_rank: Any, verb: str, size: int | None = None) -> None:
 
 class Overwriting:
     """A broadcast under way: ``tensor``, which is checked, becomes what it is on worker ``root``. If it is not plain memory, a copy travels and is
-    copied back. Once waited for, the tensor is complete."""
+    copied back. Once waited for, the tensor is complete. ``typed``: it travels as elements that servers can add to, not as bytes."""
 
-    def __init__(self, tensor: torch.Tensor, root: int, name: str) -> None:
+    def __init__(self, tensor: torch.Tensor, root: int, name: str, typed: bool = False) -> None:
         self._tensor, self._stage = tensor, plain_copy(tensor)
         ours = _adapter.session()
         self._keeps = ours.rank == root
-        self._handle: Handle = ours.broadcast(name, bytes_view(self._stage), root)
+        view = view_of(self._stage, dtype_name(self._stage)) if typed else bytes_view(self._stage)
+        self._handle: Handle = ours.broadcast(name, view, root)
 
     def done(self) -> bool:
         """Whether the transfer has ended, well or not. Does not block."""
         return self._handle.done()
 
-    def wait(self) -> torch.Tensor:
+    def wait(self, timeout: float | None = None) -> torch.Tensor:
         """The tensor. Raises what made the broadcast fail."""
-        self._handle.wait()
+        self._handle.wait(timeout)
         if self._keeps:
             return self._tensor
         if is_plain(self._tensor):

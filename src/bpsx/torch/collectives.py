@@ -65,36 +65,33 @@ class Group:
         check_root(root, verb, self.size)
         stage, home = self._in_place(tensor, verb, read=root == self.rank)
         mark_written(tensor)
-        return self._broadcast(stage, root, verb, home if root != self.rank else None)
+        return self._broadcast(stage, root, verb, home if root != self.rank else None, f"{verb} from worker {root}")
 
-    def _broadcast(self, stage: torch.Tensor, root: int, verb: str, finish: Callable[[], object] | None) -> Collective:
-        if self.size == 1:
-            return Collective(finish=finish)
-        wire, unpack = stage, None
-        if stage.dtype is torch.uint8:
-            wire = _packed(stage if root == self.rank else None, stage.numel())
-            unpack = functools.partial(_unpack, wire, stage, f"{verb} from worker {root}")
-        handle = _adapter.session().broadcast(f"{self.name}.{verb}", bytes_view(wire), root)
-        return Collective([handle], lambda: [act() for act in (unpack, finish) if act is not None])
+    def _broadcast(self, stage: torch.Tensor, root: int, wire: str, finish: Callable[[], object] | None, what: str) -> Collective:
+        """Worker ``root``'s ``stage``, flat and plain, on all; on the wire it is called ``wire``, in errors ``what``."""
+        begun = Collective()
+        if self.size > 1:
+            sent = stage
+            if stage.dtype is torch.uint8:
+                sent = _packed(stage if root == self.rank else None, stage.numel())
+                begun.finish.append(functools.partial(_unpack, sent, stage, what))
+            begun.handles.append(_adapter.session().broadcast(f"{self.name}.{wire}", bytes_view(sent), root))
+        if finish is not None:
+            begun.finish.append(finish)
+        return begun
 
     def all_gather(self, outputs: Sequence[torch.Tensor], mine: torch.Tensor, verb: str = "all_gather") -> Collective:
         """Fill ``outputs[r]`` with worker r's ``mine``. Workers may bring different lengths, as long as all know them."""
         self._check_parts(outputs, mine, verb)
         check_tensor(mine, f"{verb}: the input")
-        stages, homes = [], []
-        for r, output in enumerate(outputs):
-            stage, home = self._in_place(output, f"{verb}: output {r}", read=False)
-            stages.append(stage)
-            homes += [] if home is None else [home]
+        stages = [self._in_place(output, f"{verb}: output {r}", read=False) for r, output in enumerate(outputs)]
+        for output in outputs:
             mark_written(output)
-        stages[self.rank].copy_(plain_copy(mine).view(-1))
-        if self.size == 1:
-            return Collective(finish=lambda: [home() for home in homes])
-        wires = stages
-        if mine.dtype is torch.uint8:
-            wires = [_packed(stage if r == self.rank else None, stage.numel()) for r, stage in enumerate(stages)]
-            homes[:0] = [functools.partial(_unpack, wires[r], stage, f"{verb}: worker {r}") for r, stage in enumerate(stages)]
-        return Collective([all_gather_async(wires, wires[self.rank], f"{self.name}.{verb}")], lambda: [home() for home in homes])
+        stages[self.rank][0].copy_(plain_copy(mine).view(-1))
+        begun = Collective()
+        for r, (stage, home) in enumerate(stages):
+            begun.add(self._broadcast(stage, r, f"{verb}.{r}", home, f"{verb}: worker {r}"))
+        return begun
 
     def all_gather_single(self, output: torch.Tensor, mine: torch.Tensor, verb: str = "all_gather") -> Collective:
         """Fill ``output`` with all workers' ``mine``, one after the other."""
@@ -125,7 +122,7 @@ class Group:
             for part, given in zip(mine, inputs):
                 part.copy_(plain_copy(given).view(-1))
         target, home = self._in_place(output, "scatter", read=False)
-        begun = self._broadcast(everything, root, "scatter", lambda: target.copy_(mine[self.rank]))
+        begun = self._broadcast(everything, root, "scatter", lambda: target.copy_(mine[self.rank]), f"scatter from worker {root}")
         if home is not None:
             begun.finish.append(home)
         mark_written(output)

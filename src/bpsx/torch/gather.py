@@ -15,9 +15,20 @@ from typing import Any
 import torch
 
 from bpsx import _adapter
-from bpsx.errors import ConfigError, MismatchError
+from bpsx.errors import MismatchError
 from bpsx.torch.broadcast import bytes_view, capacity
-from bpsx.torch.ops import Handle, UnsupportedTensor, check_tensor, dtype_name, is_plain, mark_written, outside_graphs, push_pull, unnamed
+from bpsx.torch.ops import (
+    Handle,
+    check_name,
+    check_rows,
+    check_tensor,
+    dtype_name,
+    is_plain,
+    mark_written,
+    outside_graphs,
+    push_pull,
+    unnamed,
+)
 
 #: Bytes of what workers tell each other about their rows: their number, and a description that has to be the same.
 _HEADER, _COUNT = 192, 8
@@ -171,11 +182,9 @@ def all_gather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     Raises :class:`~bpsx.errors.MismatchError` on all workers if rows differ in shape or dtype, :class:`UnsupportedTensor`,
     :class:`~bpsx.errors.ConfigError`, and what :func:`bpsx.torch.synchronize` raises.
     """
-    if name is not None and not isinstance(name, str):
-        raise ConfigError(f"all_gather: name must be a string, not {type(name).__name__}")
+    check_name(name, "all_gather")
     check_tensor(tensor, f"all_gather of {name!r}" if name else "all_gather")
-    if tensor.dim() == 0:
-        raise UnsupportedTensor("all_gather: a tensor with at least one dimension is needed; give tensor.reshape(1)")
+    check_rows(tensor, "all_gather")
     return gathered_rows(tensor, name or unnamed("all_gather", tensor, whole=False))
 
 

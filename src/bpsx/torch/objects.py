@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from bpsx import _adapter
-from bpsx.errors import BpsxError, ConfigError
+from bpsx.errors import BpsxError
 from bpsx.torch.broadcast import broadcast_bytes, check_root
 from bpsx.torch.encoding import Encoder, StateError, decode, empty_for
 from bpsx.torch.gather import RowGathering
-from bpsx.torch.ops import plain_copy
+from bpsx.torch.ops import check_name, plain_copy
 
 _PURPOSE = "pickled object"
 _PROOF_BYTES = 32
@@ -73,8 +73,7 @@ def all_gather_object(obj: Any, name: str | None = None) -> list[Any]:
 
 
 def _checked_name(name: Any, verb: str) -> str:
-    if name is not None and not isinstance(name, str):
-        raise ConfigError(f"{verb}: name must be a string, not {type(name).__name__}")
+    check_name(name, verb)
     return f"{verb}.{name}" if name else verb
 
 

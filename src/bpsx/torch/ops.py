@@ -89,6 +89,18 @@ def check_tensor(tensor: Any, what: str) -> None:
     check_device(tensor, what)
 
 
+def check_name(name: Any, verb: str) -> None:
+    """Raise :class:`ConfigError` unless ``name`` is a string or None."""
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"{verb}: name must be a string, not {type(name).__name__}")
+
+
+def check_rows(tensor: torch.Tensor, verb: str) -> None:
+    """Raise :class:`UnsupportedTensor` unless ``tensor`` has rows."""
+    if tensor.dim() == 0:
+        raise UnsupportedTensor(f"{verb}: a tensor with at least one dimension is needed; give tensor.reshape(1)")
+
+
 def check_device(tensor: torch.Tensor, what: str) -> None:
     """Raise :class:`UnsupportedTensor` unless ``tensor`` is on the CPU."""
     if tensor.device.type != "cpu":
@@ -198,8 +210,7 @@ def _checked(tensor: Any, average: bool, name: str | None, version: int) -> str:
 def _check_arguments(average: Any, name: Any, version: Any) -> None:
     if not isinstance(average, int):    # a name or an operation that has got into its place would be an average
         raise ConfigError(f"push_pull: average must be True or False, not {average!r}")
-    if name is not None and not isinstance(name, str):
-        raise ConfigError(f"push_pull: name must be a string, not {type(name).__name__}")
+    check_name(name, "push_pull")
     if not isinstance(version, int):
         raise ConfigError(f"push_pull: version must be an integer, not {type(version).__name__}")
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from bpsx.errors import ConfigError
-from bpsx.torch.ops import UnsupportedTensor, check_tensor, outside_graphs, unnamed
+from bpsx.torch.ops import check_name, check_rows, check_tensor, outside_graphs, unnamed
 
 
 class Part(Protocol):
@@ -73,22 +73,16 @@ def wire_name(verb: str, name: str | None, tensor: torch.Tensor, rows: bool = Fa
 
     Raises :class:`ConfigError` for a name that is no string, :class:`UnsupportedTensor`.
     """
-    check_name(verb, name)
+    check_name(name, verb)
     check_tensor(tensor, f"{verb} of {name!r}" if name else verb)
-    if rows and tensor.dim() == 0:
-        raise UnsupportedTensor(f"{verb}: a tensor with at least one dimension is needed; give tensor.reshape(1)")
+    if rows:
+        check_rows(tensor, verb)
     return f"{verb}.{name}" if name else unnamed(verb, tensor, whole=not rows)
-
-
-def check_name(verb: str, name: Any) -> None:
-    """Raise :class:`ConfigError` unless it is a string or None."""
-    if name is not None and not isinstance(name, str):
-        raise ConfigError(f"{verb}: name must be a string, not {type(name).__name__}")
 
 
 def group_names(verb: str, name: str | None, tensors: Sequence[torch.Tensor]) -> list[str | None]:
     """The names of a group's members. Raises :class:`ConfigError`, :class:`UnsupportedTensor`."""
-    check_name(verb, name)
+    check_name(name, verb)
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
         raise ConfigError(f"{verb}: a list of tensors is needed, not {type(tensors).__name__}")
     for i, tensor in enumerate(tensors):

@@ -16,8 +16,8 @@ from bpsx.errors import ConfigError
 from bpsx.torch.compression import Compression, Compressor
 from bpsx.torch.gather import all_gather_async
 from bpsx.torch.horovod.job import ProcessSet, check_process_set, global_process_set
-from bpsx.torch.horovod.pending import Pending, check_name, group_names, needs_gradient, wire_name
-from bpsx.torch.ops import UnsupportedTensor, check_replaceable, mark_written, outside_graphs, push_pull, submit, summable, unnamed
+from bpsx.torch.horovod.pending import Pending, group_names, needs_gradient, wire_name
+from bpsx.torch.ops import UnsupportedTensor, check_name, check_replaceable, mark_written, outside_graphs, push_pull, submit, summable, unnamed
 from bpsx.torch.sparse import SparseSum, check_sparse
 
 
@@ -275,7 +275,7 @@ def sparse_allreduce_async(
     """
     verb = "sparse_allreduce_async"
     how = how_to(verb, check_adds(verb, checked_op(verb, op)), 1.0, 1.0, process_set)
-    check_name(verb, name)
+    check_name(name, verb)
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
         raise UnsupportedTensor(f"{verb}: a torch.sparse_coo tensor is needed; for a dense one there is allreduce_async")
     check_sparse(tensor, verb)
