@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch_job import Finished, each, run_job
+from torch_models import Counting
 
 import bpsx.torch as bps
 import bpsx.torch.cross_barrier as upstream
@@ -80,16 +81,6 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": large}, {"params": small, "weight_decay": 0.0, "lr": 0.004}]
 
 
-class Counting(torch.optim.SGD):
-    """Keeps a counter in its group and one on itself, as some optimizers do."""
-
-    def step(self, closure: Any = None) -> Any:
-        self.steps_taken = getattr(self, "steps_taken", 0) + 1
-        for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
-        return super().step(closure)
-
-
 MAKERS: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, weight_decay=0.01, nesterov=True),
@@ -100,7 +91,7 @@ MAKERS: dict[str, Make] = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.005, momentum=0.5, centered=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.02),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.005),
-    "counting": lambda p: Counting(p, lr=0.05, momentum=0.9),
+    "counting": lambda p: Counting(p, lr=0.5),
 }
 
 

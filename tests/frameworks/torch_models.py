@@ -1,4 +1,4 @@
-"""Small models in float64 and their training on shares of a joined batch, for comparisons with one process."""
+"""Small models in float64, an optimizer that counts, and their training on shares of a joined batch, for comparisons with one process."""
 
 from __future__ import annotations
 
@@ -27,6 +27,29 @@ class Forked(nn.Module):
 
     def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
         return (self.right if step % 2 else self.left)(self.stem(x))  # type: ignore[no-any-return]
+
+
+class Counting(torch.optim.SGD):
+    """Counts steps in its groups and on itself, in numbers, in place in tensors and in a list; where it goes depends on all of them."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.taken, self.tensor, self.listed = 0, torch.zeros(()), [0]
+        for group in self.param_groups:
+            group["tensor"] = torch.zeros(1)
+
+    @torch.no_grad()    # type: ignore[untyped-decorator]
+    def step(self, closure: Any = None) -> None:
+        self.taken += 1
+        self.tensor += 1
+        self.listed[0] += 1
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            group["tensor"] += 1
+            slower = self.taken + self.tensor + self.listed[0] + group["count"] + group["tensor"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * (group["lr"] / slower))
 
 
 def batch(step: int, rank: int = 0, size: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

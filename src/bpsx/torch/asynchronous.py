@@ -9,7 +9,7 @@ import torch
 
 from bpsx import _adapter
 from bpsx.torch.broadcast import Overwriting
-from bpsx.torch.exchange import Exchange, raise_first
+from bpsx.torch.exchange import Exchange, ended, raise_first
 from bpsx.torch.ops import Handle, check_tensor, check_writable, mark_written, submit, summable
 
 PREFIX = "Async."
@@ -27,6 +27,7 @@ class AsyncExchange(Exchange):
         self._before: dict[int, torch.Tensor] = {}      # by parameter: its weights before the step, then what the step has added
         self._seeded: set[int] = set()
         self._session: object = None                    # in whose servers those are
+        self._waiting: list[Handle] = []                  # not waited for yet: an interruption leaves some
         super().__init__(names, None, passes, active=False)
 
     def add(self, names: list[tuple[str, torch.Tensor]], attach: bool = True) -> None:
@@ -46,6 +47,7 @@ class AsyncExchange(Exchange):
     def step(self, base: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         """Let ``base`` step, push what that has added to each weight, and take what the servers have then. Raises the first failure, after
         the last push has ended."""
+        self._finish([])
         self._seed()
         ours = [m for m in self._managed if m.parameter.requires_grad]
         with torch.no_grad():
@@ -56,7 +58,6 @@ class AsyncExchange(Exchange):
                     before = self._before[id(managed.parameter)] = torch.empty(parameter.shape, dtype=parameter.dtype)
                 before.copy_(parameter)
         result = base(closure)
-        handles: list[Handle] = []
         failures: list[Exception] = []
         for managed in ours:
             parameter = managed.parameter.detach()
@@ -64,12 +65,14 @@ class AsyncExchange(Exchange):
             with torch.no_grad():
                 torch.sub(parameter, change, out=change)
             try:
-                handles.append(submit(change, parameter, PREFIX + managed.name, average=False, priority=managed.priority))
+                self._waiting.append(submit(change, parameter, PREFIX + managed.name, average=False, priority=managed.priority))
             except Exception as e:
                 failures.append(e)
-        self._wait(handles, failures)
-        for managed in ours:
-            mark_written(managed.parameter)
+        try:
+            self._finish(failures)
+        finally:
+            for managed in ours:
+                mark_written(managed.parameter)
         return result
 
     def _seed(self) -> None:
@@ -78,21 +81,20 @@ class AsyncExchange(Exchange):
         if self._session is not session:    # after resume() the servers are others
             self._session, self._seeded = session, set()
         new = [m for m in self._managed if m.parameter.requires_grad and id(m.parameter) not in self._seeded]
-        handles: list[Handle] = []
         failures: list[Exception] = []
         for managed in new:
+            self._seeded.add(id(managed.parameter))
             try:
-                handles.append(Overwriting(managed.parameter, 0, PREFIX + managed.name, typed=True))
+                self._waiting.append(Overwriting(managed.parameter, 0, PREFIX + managed.name, typed=True))
             except Exception as e:
                 failures.append(e)
-        self._wait(handles, failures)
-        self._seeded.update(id(m.parameter) for m in new)
+        self._finish(failures)
 
-    @staticmethod
-    def _wait(handles: list[Handle], failures: list[Exception]) -> None:
-        for handle in handles:
-            try:
-                handle.wait()
-            except Exception as e:
-                failures.append(e)
+    def _finish(self, failures: list[Exception]) -> None:
+        """Wait for all that has been begun. Raises the first failure."""
+        while self._waiting:
+            failure = ended(self._waiting[0])
+            del self._waiting[0]
+            if failure is not None:
+                failures.append(failure)
         raise_first(failures)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import numbers
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -20,11 +21,10 @@ from bpsx.errors import ConfigError
 from bpsx.torch import init
 from bpsx.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from bpsx.torch.compression import Compression, Compressor
-from bpsx.torch.exchange import Exchange, GradientOrderError, Kind, Managed, _Pushed, raise_first
+from bpsx.torch.exchange import Exchange, GradientOrderError, Kind, Managed, Round, _Pushed, ended, raise_first
 from bpsx.torch.ops import poll, push_pull_async_inplace, synchronize
 from bpsx.torch.optimizer import _DistributedOptimizer, check_optimizer, checked_passes, mix_in, names_of
 from bpsx.torch.serving import Serving, check_model
-from bpsx.torch.users import Users
 
 #: BytePS's name for it, which this module of its offers too.
 byteps_push_pull = push_pull_async_inplace
@@ -52,7 +52,8 @@ def CrossBarrier(  # noqa: N802  (BytePS's name)
 
     The optimizer: any whose update of a parameter depends on that parameter alone (SGD, Adam, AdamW, RMSprop, …). Weights and state are bit
     for bit those of :func:`~bpsx.torch.DistributedOptimizer`, with the options (learning rate, …) that the groups had when ``step()``
-    was called, whatever a scheduler has made of them since. ``zero_grad()`` may come before or after ``step()`` or not at all.
+    was called, whatever a scheduler has made of them since. What an optimizer counts in numbers or tensors of one element, in its groups or in
+    attributes of its own, is counted once per step. ``zero_grad()`` may come before or after ``step()`` or not at all.
 
     **What is pending** between a ``step()`` and the forward pass is applied before anything looks at it through ``model.state_dict()``,
     ``load_state_dict()`` of both, ``optimizer.state_dict()``, ``optimizer.state``, ``group["params"]``, the next ``step()``, and at once in
@@ -111,9 +112,8 @@ class _Barrier(Exchange):
     def __init__(self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor], passes: int, active: bool, steps: int,
                  sparse_as_dense: bool) -> None:
         self._pending: dict[int, tuple[Managed, _Pushed]] = {}     # by id of parameter: stepped, not updated
-        self._options: list[dict[str, Any]] = []                    # of each group, when step() was called
-        self._changed: list[dict[str, Any]] = []                    # what the update has made of them
-        self._users: Users | None = None                            # who had a gradient then
+        self._stepped: Round | None = None                          # in which it has been pushed
+        self._options: list[_Noted] = []                            # of each group, when step() was called
         self._parts = 0                                             # in how many the update has been made so far
         self._parts_agree = False                                   # a step in several parts has shown that they do not depend on each other
         # Of the optimizer, while something is pending, what an update needs: its own class, its attributes. Not the optimizer: that may go.
@@ -189,23 +189,21 @@ class _Barrier(Exchange):
         Raises the first failure, after the last push has ended.
         """
         self.attach()
-        failures: list[Exception | None] = [*self._agree()]
-        ours = [m for m in self._managed if m.parameter.requires_grad]
-        if not failures and any(m.kind is Kind.SPARSE for m in ours):
+        now = self._open_round()
+        if not any(now.failures) and any(m.kind is Kind.SPARSE for m in self._managed if m.parameter.requires_grad):
             return False
-        self._users = self._push_missing(failures)
+        self._push_missing(now)
         ours = [m for m in self._managed if m.pushed is not None]
-        if any(failures):
-            failures += [self._try(self._receive, m) for m in ours]
-            raise_first(failures)
+        if any(now.failures):
+            now.failures += [self._try(self._receive, m) for m in ours]
+            self._round = None
+            raise_first(now.failures)
         for managed in ours:
             assert isinstance(managed.pushed, _Pushed)
             self._pending[id(managed.parameter)] = managed, managed.pushed
             managed.pushed = None
-        self._held = type(optimizer).__bases__[1], vars(optimizer)
-        groups = vars(optimizer)["param_groups"]
-        self._options = [{k: _noted(v) for k, v in group.items() if k != "params"} for group in groups]
-        self._changed = [{} for _ in groups]
+        self._stepped, self._round = now, None
+        self._note(type(optimizer).__bases__[1], vars(optimizer))
         self._parts = 0
         self._serving.watch_no_more()
         # A parameter that has been frozen with a gradient steps on with it, as in one process; nobody waits for that.
@@ -224,23 +222,23 @@ class _Barrier(Exchange):
     def apply(self, parameters: Iterable[torch.Tensor]) -> None:
         """Wait for the averages of those of ``parameters`` that are pending, and update them, and what else has come home by then: an update
         of many costs little more than one of few. Raises the first failure, when all has ended that was pending; nothing is then."""
-        pending = [self._pending.pop(id(p)) for p in parameters if id(p) in self._pending]
-        if not pending:
+        due = [id(p) for p in parameters if id(p) in self._pending]
+        now = self._stepped
+        if not due or now is None:
             return
-        for _, pushed in pending:
-            with contextlib.suppress(Exception):    # told below
-                pushed.handle.wait()
-        pending += self._arrived()
+        self._heed(now, self._managed)
+        for key in due:     # what interrupts this leaves everything as it was; what has failed is told below
+            ended(self._pending[key][1])
+        pending = [*(self._pending.pop(key) for key in due), *self._arrived()]
         before = [managed.parameter.grad for managed, _ in pending]     # zero_grad() may have come already
-        failures = [*self._receive_all(pending), self._heed(self._users)]
-        self._users = None      # heeded, for all that is pending
-        if any(failures):
-            failures += self._receive_all(list(self._pending.values()))
+        now.failures += self._receive_all(pending)
+        if any(now.failures):
+            now.failures += self._receive_all(list(self._pending.values()))
             self._pending.clear()
             self._let_go()
-            next(f for f in failures if f is not None).add_note(
+            next(f for f in now.failures if f is not None).add_note(
                 "CrossBarrier: some modules have been updated and others have not: the weights are of two steps")
-            raise_first(failures)
+            raise_first(now.failures)
         with _as_in_step():
             self._step({id(managed.parameter) for managed, _ in pending if managed.wanted})
         for (managed, pushed), grad in zip(pending, before, strict=True):
@@ -269,36 +267,29 @@ class _Barrier(Exchange):
             failures.append(self._try(receive, managed))
         return failures
 
+    def _note(self, base: Any, theirs: dict[str, Any]) -> None:
+        """Remember the optimizer as it is: its update is still to be made, in parts."""
+        self._held = base, theirs
+        self._attributes = _Noted({k: v for k, v in theirs.items() if k not in _OWN})
+        self._options = [_Noted({k: v for k, v in group.items() if k != "params"}) for group in _plain(theirs["param_groups"])]
+
     def _step(self, which: set[int]) -> None:
-        """Let the optimizer's own class step on some parameters: a shallow copy that knows only these, with the options of then."""
+        """Let the optimizer's own class step on some parameters: a copy that knows only these, with the options and attributes of then."""
         assert self._held is not None
         base, theirs = self._held
         part = base.__new__(base)
-        kept = {k: v for k, v in theirs.items() if k not in _OWN}
-        vars(part).update(kept, state=theirs["state"], _optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
         chosen = [[p for p in group["params"] if id(p) in which] for group in _plain(theirs["param_groups"])]
         numbers = [i for i, params in enumerate(chosen) if params]
         if not numbers:
             return
         self._parts += 1
-        part.param_groups = [{**self._options[i], "params": chosen[i]} for i in numbers]
+        vars(part).update(self._attributes.copy(), state=theirs["state"], _optimizer_step_pre_hooks=OrderedDict(),
+                          _optimizer_step_post_hooks=OrderedDict())
+        part.param_groups = [{**self._options[i].copy(), "params": chosen[i]} for i in numbers]
         base.step(part)
         for i, group in zip(numbers, part.param_groups, strict=True):
-            self._bring_back(i, group, theirs["param_groups"][i], base.__name__)
-        theirs.update({k: v for k, v in vars(part).items() if k not in _OWN and kept.get(k) is not v})
-
-    def _bring_back(self, i: int, group: dict[str, Any], original: dict[str, Any], name: str) -> None:
-        """Options that a step has changed (a counter, say) belong to the group: every part of a step has to change them alike."""
-        options, changed = self._options[i], self._changed[i]
-        for key, value in group.items():
-            if key == "params" or value is options.get(key):
-                continue
-            if key in changed and not _alike(changed[key], value):
-                raise ConfigError(f"CrossBarrier: {name} makes {key!r} of group {i} depend on which parameters step together: it looks across "
-                                  "parameters; use DistributedOptimizer")
-            if key not in changed:
-                changed[key] = value
-                original[key] = value
+            self._options[i].bring_back(group, theirs["param_groups"][i], base.__name__, f"of group {i}")
+        self._attributes.bring_back(vars(part), theirs, base.__name__, "of itself")
 
 
 #: Those whose hooks may still be on a model. Hooks that outlive what they are made of make noise when the interpreter takes itself apart.
@@ -318,15 +309,61 @@ def _plain(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     return (dict(dict.items(group)) for group in groups)
 
 
-def _noted(value: Any) -> Any:
-    """An option as it is now: a scheduler fills a learning rate that is a tensor in place."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return type(value)(value) if type(value) in (list, dict) else value
+class _Noted:
+    """Values by name as they were when ``step()`` was called, and what the update has made of them since, the same in each of its parts.
+
+    Numbers, containers of them and tensors of one element are known by value, whatever is changed in place meanwhile; others are what they are.
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = {k: _copied(v) for k, v in values.items()}
+        self._changed: dict[str, Any] = {}
+
+    def copy(self) -> dict[str, Any]:
+        """For one part of the update, to change as it likes."""
+        return {k: _copied(v) for k, v in self._values.items()}
+
+    def bring_back(self, after: dict[str, Any], original: dict[str, Any], who: str, where: str) -> None:
+        """What a part has changed (a counter, say) is the optimizer's. Raises :class:`ConfigError` if parts have changed it differently."""
+        for key, value in after.items():
+            if key in _OWN or key == "params" or key in self._values and _alike(self._values[key], value):
+                continue
+            if key in self._changed:
+                if not _alike(self._changed[key], value):
+                    raise ConfigError(f"CrossBarrier: {who} makes {key!r} {where} depend on which parameters step together: it looks across "
+                                      "parameters; use DistributedOptimizer")
+                continue
+            self._changed[key] = _copied(value)
+            there = original.get(key)
+            if isinstance(there, torch.Tensor) and isinstance(value, torch.Tensor) and there.shape == value.shape:
+                there.copy_(value)      # who else looks at this tensor sees it
+            else:
+                original[key] = value
+
+
+def _copied(value: Any) -> Any:
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind(map(_copied, value))
+    if kind is dict:
+        return {k: _copied(v) for k, v in value.items()}
+    return value.detach().clone() if kind is torch.Tensor and value.numel() == 1 else value
 
 
 def _alike(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+    if type(a) in (list, tuple):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    if type(a) is dict:
+        return a.keys() == b.keys() and all(_alike(v, b[k]) for k, v in a.items())
+    if isinstance(a, (numbers.Number, str, bytes)):
+        return bool(a == b or a != a and b != b)
+    return False
 
 
 @contextlib.contextmanager

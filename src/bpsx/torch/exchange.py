@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -42,6 +42,13 @@ class _Pushed:
     ctx: Any
     version: int | None
 
+    def done(self) -> bool:
+        return self.handle.done()
+
+    def wait(self) -> torch.Tensor:
+        received: torch.Tensor = self.handle.wait()
+        return received
+
 
 class Managed:
     """A parameter: its name on the wire, its urgency, the backward passes left until it is pushed, and the push."""
@@ -61,6 +68,19 @@ class Managed:
     def is_sparse(self) -> bool:
         """Whether the gradient is sparse as it stands."""
         return self.parameter.grad is not None and self.parameter.grad.layout == torch.sparse_coo
+
+
+class Round:
+    """One exchange of all gradients, from the first wait to its end.
+
+    A wait may be interrupted: Ctrl-C, or whatever else a signal's handler raises. Then the round stays open, and who waits next goes on with it:
+    what this worker has pushed and what it has not is the same as before. So it is cleared only when there is nothing left to wait for.
+    """
+
+    def __init__(self, failures: list[Exception]) -> None:
+        self.failures: list[Exception | None] = [*failures]
+        self.users: Users | None = None     # begun, not heeded
+        self.pushed = False                 # everything has been
 
 
 class Exchange:
@@ -89,6 +109,8 @@ class Exchange:
         self._managed: list[Managed] = []
         self._session: object = None    # in which job the kinds were agreed
         self._begun = False             # backward has run since the last wait
+        self._round: Round | None = None
+        self._asking: tuple[list[Managed], torch.Tensor, Handle] | None = None      # about the kinds of gradients
         self.finalizer: Any = None      # detaches when the optimizer goes
         self.add(names, attach=False)
 
@@ -114,7 +136,7 @@ class Exchange:
     @property
     def under_way(self) -> bool:
         """Whether a gradient has been pushed, or was due to be, and has not been waited for."""
-        return any(m.pushed is not None or m.deferred for m in self._managed)
+        return self._round is not None or self._asking is not None or any(m.pushed is not None or m.deferred for m in self._managed)
 
     @property
     def settled(self) -> bool:
@@ -150,6 +172,10 @@ class Exchange:
 
     def accumulated(self, managed: Managed) -> None:
         """Backward has added to a gradient. Raises :class:`GradientOrderError`."""
+        if self._round is not None or self._asking is not None:
+            raise GradientOrderError(
+                f"the gradient of {managed.name!r} was computed while an exchange that has been interrupted is still under way: call step() or "
+                "synchronize() again, which goes on with it, or zero_grad(), which waits for its end and throws the gradients away")
         if managed.pushed is not None or managed.deferred:
             raise GradientOrderError(
                 f"the gradient of {managed.name!r} was computed more than backward_passes_per_step={self._passes} times before step(): "
@@ -184,51 +210,64 @@ class Exchange:
         if not self.active and not self.under_way:
             return
         self.attach()
-        failures: list[Exception | None] = [*self._agree()]
-        users = self._push_missing(failures)
+        now = self._open_round()
+        self._push_missing(now)
         ours = [m for m in self._managed if m.pushed is not None]
         for managed in ours:
             if isinstance(managed.pushed, SparseSum):
                 managed.pushed.advance()
         receive = self._discard if discard else self._receive
-        failures += [self._try(receive, m) for m in ours]
-        failures.append(self._heed(users))
-        for managed in ours:
+        now.failures += [self._try(receive, m) for m in ours]
+        self._heed(now, self._managed)
+        for managed in self._managed:
             if not managed.wanted:
                 managed.parameter.grad = None
+        self._round = None
         self.implicit = False
-        raise_first(failures)
+        raise_first(now.failures)
         self.synchronized = True
 
-    def _push_missing(self, failures: list[Exception | None]) -> Users | None:
-        """Push what hooks have not pushed, and begin to sum who has which gradients. Adds to ``failures`` what goes wrong."""
-        users = None
+    def _open_round(self) -> Round:
+        """The round that an interruption has left open, or a new one, for which all workers agree on what travels how."""
+        if self._round is None:
+            self._round = Round(self._agree())
+        return self._round
+
+    def _push_missing(self, now: Round) -> None:
+        """Push what hooks have not pushed, and begin to sum who has which gradients."""
+        if now.pushed:
+            return
         try:
-            users = Users((m.pushed is not None or m.parameter.grad is not None for m in self._managed), self._managed[0].name)
+            now.users = now.users or Users((m.pushed is not None or m.parameter.grad is not None for m in self._managed), self._managed[0].name)
         except Exception as e:
-            failures.append(e)
-        failures += [self._try(self._push, m) for m in self._managed if m.parameter.requires_grad and m.wanted and m.pushed is None]
+            now.failures.append(e)
+        now.failures += [self._try(self._push, m) for m in self._managed if m.parameter.requires_grad and m.wanted and m.pushed is None]
         self.restart_count()
         self._begun = False
-        return users
+        now.pushed = True
 
-    def _heed(self, users: Users | None) -> Exception | None:
-        """Find out which gradients nobody has had, so that zeros have stood in for them everywhere. Returns what has gone wrong."""
-        if users is None:
-            return None
-        try:
-            numbers = users.wait()
-        except Exception as e:
-            return e
-        for managed, n in zip(self._managed, numbers, strict=True):
-            managed.wanted = n > 0
-        return None
+    @staticmethod
+    def _heed(now: Round, counted: list[Managed]) -> None:
+        """Find out which gradients of those ``counted`` nobody has had, so that zeros have stood in for them everywhere."""
+        if now.users is None:
+            return
+        failure = ended(now.users)
+        if failure is None:
+            for managed, n in zip(counted, now.users.wait(), strict=True):
+                managed.wanted = n > 0
+        else:
+            now.failures.append(failure)
+        now.users = None
 
     @staticmethod
     def _try(act: Callable[[Managed], None], managed: Managed) -> Exception | None:
+        """Returns what has gone wrong, and raises what has interrupted a wait."""
         try:
             act(managed)
         except Exception as e:
+            if managed.pushed is not None and not managed.pushed.done():
+                raise
+            managed.pushed = None
             return e
         return None
 
@@ -242,25 +281,45 @@ class Exchange:
 
     def _agree(self) -> list[Exception]:
         """Find out whether gradients travel sparse, where that is not known yet. Returns what has gone wrong; all workers push all the same."""
-        self._follow_job()
-        for m in self._managed:
-            m.wanted = True
-        unknown = [m for m in self._managed if m.kind is None and m.parameter.requires_grad]
-        if not unknown:
-            return []
-        told = torch.zeros(3, len(unknown), dtype=torch.int32)      # workers with a dense one, with a sparse one, the latter's dimensions
+        if self._asking is None:
+            self._follow_job()
+            for m in self._managed:
+                m.wanted = True
+            unknown = [m for m in self._managed if m.kind is None and m.parameter.requires_grad]
+            if not unknown:
+                return []
+            told = self._kinds(unknown)
+            try:
+                self._asking = unknown, told, submit(told, told, f"{KINDS}{unknown[0].name}", average=False, priority=1)
+            except Exception as e:
+                return self._unknown_yet(unknown, e)
+        unknown, told, handle = self._asking
+        failure = ended(handle)
+        self._asking = None
+        if failure is not None:
+            return self._unknown_yet(unknown, failure)
+        return self._decide(unknown, told)
+
+    @staticmethod
+    def _kinds(unknown: list[Managed]) -> torch.Tensor:
+        """By parameter: workers with a dense gradient (here 0 or 1), with a sparse one, and the sparse dimensions of the latter."""
+        told = torch.zeros(3, len(unknown), dtype=torch.int32)
         for i, m in enumerate(unknown):
             if m.pushed is None and m.is_sparse():
                 assert m.parameter.grad is not None
                 told[1:, i] = torch.tensor([1, m.parameter.grad.sparse_dim()], dtype=torch.int32)
             elif m.pushed is not None or m.parameter.grad is not None:
                 told[0, i] = 1
-        try:
-            submit(told, told, f"{KINDS}{unknown[0].name}", average=False, priority=1).wait()
-        except Exception as e:
-            for m in unknown:       # what is there must go out nevertheless: others may wait for it
-                m.deferred = False
-            return [e]
+        return told
+
+    @staticmethod
+    def _unknown_yet(unknown: list[Managed], failure: Exception) -> list[Exception]:
+        for m in unknown:       # what is there must go out nevertheless: others may wait for it
+            m.deferred = False
+        return [failure]
+
+    def _decide(self, unknown: list[Managed], told: torch.Tensor) -> list[Exception]:
+        """Give each parameter the kind that all workers have ``told``. Returns where they differ."""
         found: list[Exception] = []
         for m, (dense, sparse, dims) in zip(unknown, told.t().tolist(), strict=True):
             m.deferred = False
@@ -305,16 +364,17 @@ class Exchange:
         managed.pushed = SparseSum(given, self._average, f"{PREFIX}{managed.name}.sparse", self._compression, **kind)
 
     def _discard(self, managed: Managed) -> None:
-        pushed, managed.pushed = managed.pushed, None
-        assert pushed is not None
-        (pushed if isinstance(pushed, SparseSum) else pushed.handle).wait()
+        assert managed.pushed is not None
+        managed.pushed.wait()
+        managed.pushed = None
 
     def _receive(self, managed: Managed) -> None:
         """Wait for a push and put the average where the optimizer looks for it, even if ``grad`` was replaced meanwhile."""
-        pushed, managed.pushed = managed.pushed, None
+        pushed = managed.pushed
         assert pushed is not None
         if isinstance(pushed, SparseSum):
             total = pushed.wait()
+            managed.pushed = None
             if pushed.dense:    # on all workers: it goes again, as what it is from now on
                 managed.kind = Kind.DENSE
                 self._push(managed)
@@ -324,7 +384,8 @@ class Exchange:
             return
         gradient = pushed.gradient
         written = pushed.version is not None and gradient._version != pushed.version and _is_alone(gradient)
-        received = pushed.handle.wait()
+        received = pushed.wait()
+        managed.pushed = None
         if pushed.ctx is not None or received.data_ptr() != gradient.data_ptr():
             with torch.no_grad():
                 gradient.detach().copy_(self._compression.decompress(received, pushed.ctx))
@@ -345,6 +406,23 @@ class Exchange:
             raise GradientOrderError(
                 f"the gradient of {managed.name!r} was computed after the optimizer's param_groups had been read, which waits for gradients under "
                 "way: read them before the first or after the last backward() of a step, or call zero_grad() to begin anew")
+
+
+class _Waited(Protocol):
+    def done(self) -> bool: ...
+
+    def wait(self) -> Any: ...
+
+
+def ended(operation: _Waited) -> Exception | None:
+    """Wait until ``operation`` has ended. Returns what made it fail, and raises what has interrupted the wait: then it is still under way."""
+    try:
+        operation.wait()
+    except Exception as e:
+        if not operation.done():
+            raise
+        return e
+    return None
 
 
 def raise_first(failures: list[Exception | None] | list[Exception]) -> None:

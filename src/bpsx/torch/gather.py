@@ -101,7 +101,7 @@ class RowGathering:
         return self._failure is not None or bool(self._counts) and all(h.done() for h in self._handles)
 
     def advance(self) -> None:
-        """Wait for the numbers of rows and begin to move the rows. Does not raise: :meth:`wait` does."""
+        """Wait for the numbers of rows and begin to move the rows. What fails is raised by :meth:`wait`."""
         if self._counts or self._failure is not None:
             return
         try:
@@ -109,6 +109,8 @@ class RowGathering:
             for i, mine in enumerate(self._mine):
                 self._stages.append([self._begin(mine, f"{self._name}.{i}.{root}", root) for root in range(len(self._counts))])
         except Exception as e:
+            if not self._headers.done():    # only the wait has been interrupted
+                raise
             self._failure = e
 
     def wait(self) -> list[list[torch.Tensor]]:

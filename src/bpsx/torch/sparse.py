@@ -35,7 +35,7 @@ class SparseSum:
         return self._rows.done()
 
     def advance(self) -> None:
-        """Wait for the numbers of values and begin to move the values. Does not raise."""
+        """Wait for the numbers of values and begin to move the values. What fails is raised by :meth:`wait`."""
         self._rows.advance()
 
     def wait(self) -> torch.Tensor:

@@ -23,6 +23,10 @@ class Users:
         self._numbers = torch.tensor([*flags], dtype=torch.int32)
         self._handle = submit(self._numbers, self._numbers, PREFIX + name, average=False, priority=_FIRST)
 
+    def done(self) -> bool:
+        """Whether the sum has ended, well or not. Does not block."""
+        return self._handle.done()
+
     def wait(self) -> list[int]:
         """The number of workers with a gradient, for each parameter. May be called again. Raises what made the sum fail."""
         self._handle.wait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from bpsx import _adapter
 from bpsx.torch.compression import Compressor
-from bpsx.torch.exchange import Exchange, GradientOrderError, Managed, raise_first
+from bpsx.torch.exchange import Exchange, GradientOrderError, Managed, Round, ended, raise_first
 from bpsx.torch.ops import Handle, submit
 from bpsx.torch.users import Users
 
@@ -28,15 +27,14 @@ class _End:
             alive._pass_ends()
 
 
-class _Round:
-    """An exchange under way. ``users``: of how many workers have used each of ``ours``; ``aside``, by id: what has been pushed of those that
-    this worker has not used, how, and the compressor's context."""
+class _Round(Round):
+    """``ours``: those that are exchanged; ``users`` counts who has used each of them. ``aside``, by id: what has been pushed of those that this
+    worker has not used, how, and the compressor's context."""
 
     def __init__(self, ours: list[Managed]) -> None:
+        super().__init__([])
         self.ours = ours
-        self.users: Users | None = None
         self.aside: dict[int, tuple[Handle, Any]] = {}
-        self.failures: list[Exception | None] = []
 
 
 class Averaging(Exchange):
@@ -53,7 +51,7 @@ class Averaging(Exchange):
         self._touched: set[int] = set()     # by id of Managed: backward has added to its gradient since the last exchange
         self._due = False                   # this pass calls for an exchange, though it may have used no parameter
         self.expected = False               # a forward pass has been made that calls for one
-        self._round: _Round | None = None
+        self._round: _Round | None = None       # begun and not ended: an interruption leaves it open
         self._pass = -1
         self._end: Callable[[], _End | None] = lambda: None
         super().__init__(names, compression, 1, active, sparse_as_dense=True)
@@ -144,7 +142,11 @@ class Averaging(Exchange):
 
     def _begin_round(self) -> None:
         self._due = self.expected = False
-        self._round = now = _Round([m for m in self._managed if m.parameter.requires_grad])
+        if self._round is None:
+            self._round = _Round([m for m in self._managed if m.parameter.requires_grad])
+        now = self._round
+        if now.pushed:
+            return
 
         def begin(managed: Managed) -> None:
             if self._is_used(managed):
@@ -153,26 +155,27 @@ class Averaging(Exchange):
                 now.aside[id(managed)] = self._push_aside(managed)
 
         try:
-            now.users = Users((self._is_used(m) for m in now.ours), self._name)
+            now.users = now.users or Users((self._is_used(m) for m in now.ours), self._name)
         except Exception as e:
             now.failures.append(e)
-        now.failures += [self._try(begin, m) for m in now.ours if m.pushed is None]
+        now.failures += [self._try(begin, m) for m in now.ours if m.pushed is None and id(m) not in now.aside]
         self._touched = set()
+        now.pushed = True
 
     def _end_round(self) -> None:
-        now, self._round = self._round, None
+        now = self._round
         assert now is not None
         now.failures += [self._try(self._receive, m) for m in now.ours if m.pushed is not None]
-        numbers = [0] * len(now.ours)
-        if now.users is not None:
-            try:
-                numbers = now.users.wait()
-            except Exception as e:
-                now.failures.append(e)
-        for managed, users in zip(now.ours, numbers, strict=True):
+        self._heed(now, now.ours)
+        for managed in now.ours:
             if id(managed) in now.aside:
-                take = functools.partial(self._take, aside=now.aside[id(managed)], wanted=users > 0)
-                now.failures.append(self._try(take, managed))
+                handle, ctx = now.aside[id(managed)]
+                failure = ended(handle)
+                del now.aside[id(managed)]
+                now.failures.append(failure)
+                if failure is None and managed.wanted:
+                    self._take(managed, self._compression.decompress(handle.wait(), ctx))
+        self._round = None
         raise_first(now.failures)
 
     def _is_used(self, managed: Managed) -> bool:
@@ -187,17 +190,13 @@ class Averaging(Exchange):
         wire, ctx = self._compression.compress(plain)
         return submit(wire, wire, managed.wire, average=True, priority=managed.priority), ctx
 
-    def _take(self, managed: Managed, aside: tuple[Handle, Any], wanted: bool) -> None:
-        handle, ctx = aside
-        received = handle.wait()
-        if not wanted:
-            return
-        average, parameter = self._compression.decompress(received, ctx), managed.parameter
-        if parameter.grad is None:
-            parameter.grad = average
+    @staticmethod
+    def _take(managed: Managed, average: torch.Tensor) -> None:
+        if managed.parameter.grad is None:
+            managed.parameter.grad = average
         else:
             with torch.no_grad():
-                parameter.grad.detach().copy_(average)
+                managed.parameter.grad.detach().copy_(average)
 
 
 def _call_at_the_end(act: Callable[[], None]) -> None:
