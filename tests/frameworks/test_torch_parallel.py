@@ -469,8 +469,8 @@ def test_a_pass_that_fails_half_way(job: Finished) -> None:
 
 def test_what_cannot_be_honoured_is_refused_by_name(job: Finished) -> None:
     for refused, shape in each(job, "job_refused"):
-        names = ("device_ids", "process_group", "output_device", "dim=1", "'no_such'", "broadcast_buffers must", "init_sync must", "is a int", "gradient",
-                 ".module")
+        names = ("device_ids", "process_group", "output_device", "dim=1", "'no_such'", "broadcast_buffers must", "init_sync must", "is a int",
+                 "gradient", ".module")
         for said, name in zip(refused, names, strict=True):
             assert name in said, said
         assert [s.split(":")[0] for s in refused] == ["ConfigError"] * 4 + ["TypeError"] + ["ConfigError"] * 5

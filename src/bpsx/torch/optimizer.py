@@ -37,12 +37,16 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     over workers, not over passes (divide the loss if you want that).
 
     **Looking at gradients.** From ``backward()`` to the end of ``step()`` gradients are under way; who writes to one then gets a
-    :class:`GradientOrderError` at the wait, with its name (who writes through ``grad.data`` is not noticed). ``synchronize()`` waits for them. So
-    does reading ``param_groups``, and a ``step()`` after that neither waits nor pushes again: ``torch.amp.GradScaler`` works as it is, and an
-    overflow on one worker is one on all. Read ``param_groups`` before the first or after the last backward of a step.
+    :class:`GradientOrderError` at the wait, with its name (who writes through ``grad.data`` is not noticed, nor is any write to
+    a gradient that is only a part of its memory, as views of one flat buffer are: such views count their writes together, those of backward and bpsx included).
+    ``synchronize()`` waits for them. So does reading ``param_groups``, and a ``step()`` after that neither waits nor pushes again:
+    ``torch.amp.GradScaler`` works as it is, and an overflow on one worker is one on all. Read ``param_groups`` before the first or after the
+    last backward of a step.
 
     **Parameters without a gradient.** Workers may use different parameters in a step: who has no gradient counts as zeros. What no worker has
-    used has no ``grad`` after the step, and does not move, as in one process.
+    used has no ``grad`` after the step, and does not move, as in one process. Freeze and thaw parameters (``requires_grad``) on all workers in the
+    same step: a worker that has frozen one pushes nothing for it, not even zeros, so the others' ``step()`` waits for it, and takes the gradient of a
+    later step if the parameter is thawed, or raises :class:`~bpsx.errors.StallError`.
 
     **Sparse gradients**, as of ``nn.Embedding(sparse=True)``, travel as values and indices, of which each worker may have another number, or none;
     ``grad`` is then coalesced. ``sparse_as_dense=True`` makes them dense first. A gradient must be sparse on all workers that have one, or dense on
@@ -244,7 +248,8 @@ def names_of(
     ours = {id(p): (g, i, p) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])}
     if named is None:
         return [(_default_name(g, i), p) for g, i, p in ours.values()]
-    whole = not isinstance(named, Iterable) or isinstance(named, (Mapping, str, bytes, torch.Tensor))    # of which the parts would say nothing
+    # Of these the parts would say nothing: the text is to name what was given.
+    whole = not isinstance(named, Iterable) or isinstance(named, (Mapping, str, bytes, torch.Tensor, torch.nn.Module))
     pairs: list[Any] = [named] if whole else list(named)
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)):
