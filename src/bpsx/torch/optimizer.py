@@ -37,11 +37,10 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     over workers, not over passes (divide the loss if you want that).
 
     **Looking at gradients.** From ``backward()`` to the end of ``step()`` gradients are under way; who writes to one then gets a
-    :class:`GradientOrderError` at the wait, with its name (who writes through ``grad.data`` is not noticed, nor is any write to
-    a gradient that is only a part of its memory, as views of one flat buffer are: such views count their writes together, those of backward and bpsx included).
-    ``synchronize()`` waits for them. So does reading ``param_groups``, and a ``step()`` after that neither waits nor pushes again:
-    ``torch.amp.GradScaler`` works as it is, and an overflow on one worker is one on all. Read ``param_groups`` before the first or after the
-    last backward of a step.
+    :class:`GradientOrderError` at the wait, with its name. Not noticed is who writes through ``grad.data``, or to a gradient that is a part of larger
+    memory: views of one flat buffer count their writes together, those of backward and bpsx included. ``synchronize()`` waits for gradients. So
+    does reading ``param_groups``, and a ``step()`` after that neither waits nor pushes again: ``torch.amp.GradScaler`` works as it is, and an
+    overflow on one worker is one on all. Read ``param_groups`` before the first or after the last backward of a step.
 
     **Parameters without a gradient.** Workers may use different parameters in a step: who has no gradient counts as zeros. What no worker has
     used has no ``grad`` after the step, and does not move, as in one process. Freeze and thaw parameters (``requires_grad``) on all workers in the
