@@ -13,6 +13,7 @@ import numpy as np
 
 from bpsx import errors
 from bpsx._core import Handle, set_exit_status
+from bpsx.arguments import check_handle, check_name, check_priority, checked_root
 from bpsx.config import Config
 from bpsx.dtypes import dtype_named
 from bpsx.session import Session
@@ -188,7 +189,10 @@ def local_size() -> int:
 
 
 def declare(name: str) -> int:
-    """Fix the place of ``name`` in the order of declaration; returns it (0, 1, …). Calling it again changes nothing."""
+    """Fix the place of ``name`` in the order of declaration; returns it (0, 1, …). Calling it again changes nothing.
+
+    Raises :class:`~bpsx.errors.ConfigError` for what is no name: it has 1 to 4096 bytes of UTF-8.
+    """
     return session().declare(name)
 
 
@@ -218,15 +222,18 @@ def push_pull(
 
 
 def poll(handle: Handle) -> bool:
-    """Whether ``handle``'s operation has ended. Does not block."""
+    """Whether ``handle``'s operation has ended. Does not block. Raises :class:`~bpsx.errors.ConfigError` for what is no handle."""
+    check_handle(handle, "poll")
     return handle.done()
 
 
 def synchronize(handle: Handle) -> Any:
     """Wait for ``handle`` and return its result.
 
-    Raises :class:`~bpsx.errors.PeerLostError`, :class:`~bpsx.errors.MismatchError`, :class:`~bpsx.errors.StallError` and their kin.
+    Raises :class:`~bpsx.errors.PeerLostError`, :class:`~bpsx.errors.MismatchError`, :class:`~bpsx.errors.StallError` and their kin, and
+    :class:`~bpsx.errors.ConfigError` for what is no handle.
     """
+    check_handle(handle, "synchronize")
     return handle.wait()
 
 
@@ -236,6 +243,8 @@ def broadcast(array: np.ndarray, root_rank: int = 0, name: str | None = None, ou
     ``output`` may be ``array`` itself. Raises as :func:`push_pull`.
     """
     ours = session()
+    check_name(name, "broadcast")
+    root = checked_root(root_rank, "broadcast", ours.size)
     given = np.asarray(array)
     if given.dtype.hasobject:
         raise dtype_error(given, name)
@@ -245,8 +254,8 @@ def broadcast(array: np.ndarray, root_rank: int = 0, name: str | None = None, ou
     shape = (*given.shape, given.dtype.itemsize)
     raw = out.reshape(-1).view(np.uint8)
     handle = ours._submit(
-        name or f"unnamed.broadcast.{given.dtype}.{given.shape}", shape, 5, raw.nbytes, raw if root_rank == ours.rank else None, raw,
-        divisor=_checked_root(ours, root_rank), broadcast=True, asynchronous=False, priority=0, will_wait=True, owner=out, result=out)
+        name or f"unnamed.broadcast.{given.dtype}.{given.shape}", shape, 5, raw.nbytes, raw if root == ours.rank else None, raw,
+        divisor=root, broadcast=True, asynchronous=False, priority=0, will_wait=True, owner=out, result=out)
     result: np.ndarray = handle.wait()
     return result
 
@@ -261,6 +270,8 @@ def seed(array: np.ndarray, name: str, root_rank: int = 0, output: np.ndarray | 
     ours = session()
     if not ours.config.asynchronous:
         raise errors.ConfigError("seed: servers hold values only in asynchronous training: set BYTEPS_ENABLE_ASYNC=1 on all workers and servers")
+    check_name(name, "seed")
+    root = checked_root(root_rank, "seed", ours.size)
     given = np.asarray(array)
     dtype = dtype_named(given.dtype.name, name)
     out = _output_for(given, output, name)
@@ -268,7 +279,7 @@ def seed(array: np.ndarray, name: str, root_rank: int = 0, output: np.ndarray | 
         np.copyto(out, given)
     raw = out.reshape(-1).view(np.uint8)
     handle = ours._submit(
-        name, given.shape, dtype.code, given.nbytes, raw if root_rank == ours.rank else None, raw, divisor=_checked_root(ours, root_rank),
+        name, given.shape, dtype.code, given.nbytes, raw if root == ours.rank else None, raw, divisor=root,
         broadcast=True, priority=0, will_wait=True, owner=out, result=out)
     result: np.ndarray = handle.wait()
     return result
@@ -322,12 +333,6 @@ def dtype_error(array: np.ndarray, name: str | None) -> Exception:
     return UnsupportedDType(f"{name or 'array'}: dtype {array.dtype} cannot be moved")
 
 
-def _checked_root(ours: Session, root: int) -> int:
-    if not 0 <= root < ours.size:
-        raise errors.ConfigError(f"root_rank={root}: allowed are 0 to {ours.size - 1}")
-    return root
-
-
 def _output_for(array: np.ndarray, output: np.ndarray | None, name: str | None) -> np.ndarray:
     """Where the result goes. Raises :class:`~bpsx.errors.ConfigError` if ``output`` does not fit."""
     if output is None:
@@ -343,6 +348,8 @@ def _push_pull(
     array: np.ndarray, name: str | None, average: bool, priority: int, output: np.ndarray | None, will_wait: bool,
 ) -> Handle:
     ours = session()
+    check_name(name, "push_pull")
+    check_priority(priority, "push_pull")
     given = array if isinstance(array, np.ndarray) else np.asarray(array)
     dtype = dtype_named(given.dtype.name, name or "array")
     out = _output_for(given, output, name)

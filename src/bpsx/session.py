@@ -283,7 +283,11 @@ class Session:
             return dict(self._order)
 
     def declare(self, name: str) -> int:
-        """The index of ``name`` in the order in which this worker first saw names; stable from then on."""
+        """The index of ``name`` in the order in which this worker first saw names; stable from then on.
+
+        Raises :class:`~bpsx.errors.ConfigError` for what is no name.
+        """
+        _check_name(name, "declare")
         with self._lock:
             return self._order.setdefault(name, len(self._order))
 
@@ -357,12 +361,7 @@ class Session:
 
     def _check_new(self, name: str, nbytes: int) -> None:
         """Whether a tensor can be declared. Raises :class:`~bpsx.errors.ConfigError`."""
-        try:
-            length = len(name.encode())
-        except UnicodeEncodeError:
-            length = 0
-        if not 0 < length <= MAX_NAME:
-            raise errors.ConfigError(f"tensor name {name[:60]!r}: a name has 1 to {MAX_NAME} bytes of UTF-8")
+        _check_name(name, "a tensor to send")
         most = PARTS_PER_TENSOR * self.config.partition_bytes
         if nbytes > most:
             raise errors.ConfigError(f"tensor {name!r} has {nbytes} bytes; with BYTEPS_PARTITION_BYTES={self.config.partition_bytes} "
@@ -466,3 +465,13 @@ class Session:
 
     def _unfinished(self) -> int:
         return int(self._core.outstanding) + sum(len(d.pending) for d in list(self._declared.values()))
+
+
+def _check_name(name: Any, what: str) -> None:
+    """Whether the scheduler can take ``name``. Raises :class:`~bpsx.errors.ConfigError`."""
+    try:
+        length = len(name.encode()) if isinstance(name, str) else 0
+    except UnicodeEncodeError:      # half of a surrogate pair
+        length = 0
+    if not 0 < length <= MAX_NAME:
+        raise errors.ConfigError(f"{what}: name {repr(name)[:60]}: a name is a string of 1 to {MAX_NAME} bytes of UTF-8")

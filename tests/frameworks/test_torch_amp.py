@@ -165,6 +165,18 @@ def job_written() -> Any:
     return found
 
 
+def job_data_replaced() -> Any:
+    """Who sets ``grad.data`` under way loses what was set, as with any other change of ``grad``: every worker gets the average of what left."""
+    layer = nn.Linear(300, 300)
+    optimizer: Any = bps.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1.0), layer.named_parameters(prefix="replaced"))
+    (layer(torch.ones(1, 300)).sum() * (bps.rank() + 1)).backward()
+    layer.weight.grad.data = layer.weight.grad.data * 100
+    if bps.rank() == 0:
+        layer.bias.grad.data = torch.zeros(300)
+    optimizer.step()
+    return [layer.weight.grad.unique().tolist(), layer.bias.grad.unique().tolist()]
+
+
 def job_shared_memory() -> Any:
     """Gradients that live in one flat tensor, or that autograd makes as views of one, share a version: no false alarm."""
     model = network()
@@ -229,7 +241,7 @@ def job_compiled_step() -> Any:
     return [p.detach().clone() for p in model.parameters()]
 
 
-JOBS = ["job_scaler", "job_autocast", "job_looking", "job_written", "job_shared_memory", "job_copies", "job_compiled_step"]
+JOBS = ["job_scaler", "job_autocast", "job_looking", "job_written", "job_data_replaced", "job_shared_memory", "job_copies", "job_compiled_step"]
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{} workers".format)
@@ -283,6 +295,11 @@ def test_writing_to_gradients_under_way(job: Finished) -> None:
         for message in [f for i, f in enumerate(found) if i % 4 != 3]:
             assert "gradient of '1." in message and "synchronize()" in message and "skip_synchronize()" in message
         assert found[3] == found[7] == "none"
+
+
+def test_data_of_gradients_is_replaced_under_way(job: Finished) -> None:
+    size = len(job.results)
+    assert each(job, "job_data_replaced") == [[[(size + 1) / 2]] * 2] * size
 
 
 def test_gradients_in_shared_memory(job: Finished) -> None:

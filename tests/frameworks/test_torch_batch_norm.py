@@ -14,6 +14,7 @@ import bpsx.torch as bps
 pytestmark = pytest.mark.timeout(300)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {}, "cumulative": {"momentum": None}, "without affine": {"affine": False}, "without running": {"track_running_stats": False},
+    "no bias": {}, "no weight": {},
     "large mean": {}, "images": {"eps": 1e-3, "momentum": 0.3}, "bfloat16": {}, "all bfloat16": {}, "float16": {},
 }
 LOW = {"bfloat16": torch.bfloat16, "all bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -36,6 +37,8 @@ def module(kind: Any, case: str) -> Any:
         with torch.no_grad():
             made.weight.copy_(torch.tensor([0.5, -1.0, 2.0]))
             made.bias.copy_(torch.tensor([0.1, 0.2, 0.3]))
+    if case in ("no bias", "no weight"):
+        made.register_parameter(case.split()[1], None)
     return made
 
 
@@ -90,7 +93,8 @@ def job_other() -> Any:
     assert not norm.training and isinstance(norm, bps.SyncBatchNorm)
     messages = []
     for act in (lambda: bps.SyncBatchNorm(2)(torch.zeros(2)), lambda: bps.SyncBatchNorm(2)(torch.zeros(2, 3)),
-                lambda: bps.SyncBatchNorm(2)(torch.zeros(int(bps.rank() == 0), 2)), lambda: bps.SyncBatchNorm(2, process_group=1)):
+                lambda: bps.SyncBatchNorm(2)(torch.zeros(int(bps.rank() == 0), 2)), lambda: bps.SyncBatchNorm(2, process_group=1),
+                lambda: bps.SyncBatchNorm.convert_sync_batchnorm(None)):
         with pytest.raises(ValueError) as caught:
             act()
         messages.append(str(caught.value))
@@ -158,6 +162,7 @@ def test_a_network_trains_as_on_the_joined_batch(job: Finished) -> None:
 
 def test_refusals(job: Finished) -> None:
     for result in job.results.values():
-        dimensions, channels, count, group = result["job_other"]
+        dimensions, channels, count, group, nothing = result["job_other"]
         assert "got (2,)" in dimensions and "expected (N, 2, …), got (2, 3)" in channels
-        assert "1 values per channel" in count and "only None is possible" in group
+        assert "1 values per channel" in count and "process_group=1: allowed is None" in group
+        assert "convert_sync_batchnorm: module is a NoneType; a torch.nn.Module is needed" in nothing

@@ -148,7 +148,7 @@ def job_gathers() -> Any:
     found["alltoall"] = [hvd.alltoall(even), output]
     splits = torch.tensor([(rank + r) % 3 for r in range(size)])
     rows = mine(int(splits.sum()) + 1, 2)       # the last one stays
-    pairs = [hvd.alltoall(rows, splits, name="uneven"), hvd.alltoall(rows, splits.tolist()), hvd.synchronize(hvd.alltoall_async(rows, splits=splits))]
+    pairs = [hvd.alltoall(rows, splits, name="uneven"), hvd.alltoall(rows, splits.numpy()), hvd.synchronize(hvd.alltoall_async(rows, splits=splits))]
     assert [p[1].dtype for p in pairs] == [torch.int64, torch.int32, torch.int64]
     found["alltoall uneven"] = pairs
     return found

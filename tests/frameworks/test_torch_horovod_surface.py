@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -86,6 +87,18 @@ def refusals() -> list[Refusal]:
         (made(groups=-1), ConfigError, "groups=-1"), (made(num_groups="a"), ConfigError, "num_groups='a'"),
         (made(groups=list(MODEL.parameters())), ConfigError, "lists of parameters"),
         (made(groups=[[MODEL.weight, MODEL.weight]]), ConfigError, "each parameter once"),
+        (made(num_groups=-1), ConfigError, "num_groups=-1"), (made(num_groups=True), ConfigError, "num_groups=True"),
+        *[(lambda s=s: hvd.alltoall(x, s), ConfigError, r"^alltoall: splits=[\s\S]*: \d integers from 0, one for each worker")
+          for s in (3, "22", [1.9, 1.9], [True, True], [[1, 1], [1, 1]], np.ones((2, 2), int), np.ones(2), [-1, 2], [None, 2])],
+        (lambda: hvd.alltoall(x, torch.ones(2, 2, dtype=torch.int64)), ConfigError, r"^alltoall: splits is a tensor of shape \(2, 2\)"),
+        *[(lambda p=p: hvd.start_timeline(p), ConfigError, "^start_timeline: file_path=.*the path of a file") for p in (5, None, "", ["a"])],
+        *[(lambda r=r: hvd.ProcessSet(r), ConfigError, "^ProcessSet: ranks=.*each once") for r in ([0, 0, 1], [0, -1], [0, True], [0.0], 3, "01")],
+        (lambda: hvd.remove_process_set(3), ConfigError, "a ProcessSet is needed, not int"),
+        *[(lambda r=r: hvd.broadcast(x, r), ConfigError, f"^broadcast: root_rank={r!r}: allowed are 0 to") for r in (None, True, "1", 1.0)],
+        *[(lambda r=r: hvd.broadcast_parameters({"x": x}, r), ConfigError, "^broadcast_parameters: root_rank=") for r in (True, "0")],
+        (lambda: hvd.broadcast_parameters(None, 0), ConfigError, "pairs are needed, not NoneType"),
+        (lambda: hvd.broadcast_optimizer_state(MODEL, 0), ConfigError, "optimizer is a Linear"),
+        (lambda: hvd.DistributedOptimizer(MODEL), ConfigError, "optimizer is a Linear"),
     ]
 
 

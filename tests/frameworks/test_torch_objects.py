@@ -115,9 +115,38 @@ def job_pickled() -> Any:
             bps.broadcast_object("goes on")]
 
 
+def state_error(optimizer: Any, root: int) -> str:
+    weight = optimizer.param_groups[0]["params"][0]
+    before, rate = weight.clone(), optimizer.param_groups[0]["lr"]
+    with pytest.raises((TypeError, ValueError)) as caught:
+        bps.broadcast_optimizer_state(optimizer, root)
+    assert torch.equal(weight, before) and optimizer.param_groups[0]["lr"] == rate
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def job_states() -> Any:
+    """Optimizer states that cannot travel, and optimizers that are not alike, are an error on all workers; then the job goes on."""
+    rank, size, found = bps.rank(), bps.size(), []
+    endless: list[Any] = []
+    endless.append(endless)
+    for odd in (endless, Unwilling(), lambda: 0):
+        optimizer = torch.optim.SGD([torch.ones(2)], lr=0.1 + rank)
+        if rank == 0:
+            optimizer.param_groups[0]["odd"] = odd
+        found.append(state_error(optimizer, 0))
+    kind: Any = torch.optim.SGD if rank < size - 1 else torch.optim.Adam
+    found.append(state_error(kind([torch.ones(2)], lr=0.1 + rank), 0))
+    parts = [torch.ones(2), torch.ones(2)]
+    groups: Any = [{"params": [p]} for p in parts] if rank == 1 else parts
+    found.append(state_error(torch.optim.SGD(groups, lr=0.1 + rank), 1))
+    fine = torch.optim.SGD(parts, lr=0.1 + rank)
+    bps.broadcast_optimizer_state(bps.DistributedOptimizer(fine) if rank else fine, 0)
+    return found, fine.param_groups[0]["lr"]
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_with_a_secret(tmp_path: Any, size: int) -> None:
-    finished = run_job(__file__, ["job_plain", "job_pickled"], tmp_path, size)
+    finished = run_job(__file__, ["job_plain", "job_pickled", "job_states"], tmp_path, size)
     assert finished.status == 0, finished.output[-5000:]
     for result in finished.results.values():
         unwilling, function, gathered, after = result["job_pickled"]
@@ -125,6 +154,12 @@ def test_with_a_secret(tmp_path: Any, size: int) -> None:
         assert function.startswith("ObjectError: broadcast_object: function cannot be pickled")
         assert gathered.startswith(f"ObjectError: worker {size - 1}: all_gather_object: Unwilling cannot be pickled")
         assert after == "goes on"
+        (endless, odd, function, other, groups), rate = result["job_states"]
+        assert endless.startswith("StateError: worker 0's state cannot be sent: RecursionError")
+        assert odd.startswith("StateError: broadcast_optimizer_state: group 0.odd is a Unwilling") and "group 0.odd is a function" in function
+        differ = "MismatchError: broadcast_optimizer_state: the optimizers differ: worker 0 has SGD with groups of"
+        assert other == f"{differ} [1] parameters, worker {size - 1} Adam with groups of [1] parameters"
+        assert groups == f"{differ} [2] parameters, worker 1 SGD with groups of [1, 1] parameters" and rate == 0.1
 
 
 WITHOUT = """

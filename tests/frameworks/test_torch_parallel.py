@@ -306,9 +306,10 @@ def job_failed_pass() -> Any:
 
 def job_refused() -> Any:
     model, refused = network(), []
-    for options in ({"device_ids": [0]}, {"process_group": object()}, {"output_device": 0}, {"dim": 1}, {"no_such": 1}):
+    for options in ({"device_ids": [0]}, {"process_group": object()}, {"output_device": 0}, {"dim": 1}, {"no_such": 1}, {"broadcast_buffers": "no"},
+                    {"init_sync": "no"}):
         refused.append(_raised(lambda options=options: DistributedDataParallel(model, **options)))
-    refused.append(_raised(lambda: DistributedDataParallel(network().requires_grad_(False))))
+    refused += [_raised(lambda given=given: DistributedDataParallel(given)) for given in (3, network().requires_grad_(False))]
     fine = DistributedDataParallel(model, None, True, bps.Compression.none, find_unused_parameters=True, gradient_as_bucket_view=True,
                                    static_graph=False, bucket_cap_mb=25, output_device=None, process_group=None)
     refused.append(_raised(lambda: copy.deepcopy(fine)))
@@ -468,9 +469,11 @@ def test_a_pass_that_fails_half_way(job: Finished) -> None:
 
 def test_what_cannot_be_honoured_is_refused_by_name(job: Finished) -> None:
     for refused, shape in each(job, "job_refused"):
-        for said, name in zip(refused, ("device_ids", "process_group", "output_device", "dim=1", "'no_such'", "gradient", ".module"), strict=True):
+        names = ("device_ids", "process_group", "output_device", "dim=1", "'no_such'", "broadcast_buffers must", "init_sync must", "is a int",
+                 "gradient", ".module")
+        for said, name in zip(refused, names, strict=True):
             assert name in said, said
-        assert [s.split(":")[0] for s in refused] == ["ConfigError"] * 4 + ["TypeError"] + ["ConfigError"] * 2
+        assert [s.split(":")[0] for s in refused] == ["ConfigError"] * 4 + ["TypeError"] + ["ConfigError"] * 5
         assert shape == (1, 3)
 
 

@@ -153,7 +153,24 @@ def job_becomes_sparse() -> Any:
     return table.detach().clone()
 
 
-JOBS = ["job_tensors", "job_sgd", "job_sparse_adam", "job_as_dense", "job_passes", "job_one_is_dense", "job_becomes_sparse"]
+def job_becomes_dense() -> Any:
+    """Sparse in the first step, dense on all workers from the second on (a penalty on the weights), sparse again on one in the last."""
+    table = nn.Parameter(torch.ones(ROWS, 2, dtype=torch.float64))
+    optimizer: Any = bps.DistributedOptimizer(torch.optim.SGD([table], lr=0.1), [("no longer sparse", table)])
+    for step in range(4):
+        optimizer.zero_grad()
+        penalised(table, step, bps.rank()).backward()
+        optimizer.step()
+    return table.detach().clone()
+
+
+def penalised(table: torch.Tensor, step: int, rank: int) -> torch.Tensor:
+    loss = nn.functional.embedding(torch.tensor([rank, 3]), table, sparse=True).sum() * (rank + 1)
+    return loss if step == 0 or step == 3 and rank == 0 else loss + table.pow(2).sum() * (rank + 2)
+
+
+JOBS = ["job_tensors", "job_sgd", "job_sparse_adam", "job_as_dense", "job_passes", "job_one_is_dense", "job_becomes_sparse",
+        "job_becomes_dense"]
 
 
 @pytest.fixture(scope="module", params=[(2, 1), (2, 2)], ids=["2 workers", "2 machines of 2"])
@@ -235,6 +252,18 @@ def test_dense_so_far_stays_dense(job: Finished) -> None:
         expected = torch.ones(4, 2)
         expected[:size] -= 2 / size
         torch.testing.assert_close(table, expected)
+
+
+def test_sparse_so_far_goes_dense(job: Finished) -> None:
+    size, table = len(job.results), nn.Parameter(torch.ones(ROWS, 2, dtype=torch.float64))
+    optimizer = torch.optim.SGD([table], lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        for rank in range(size):
+            (penalised(table, step, rank) / size).backward()
+        optimizer.step()
+    for found in each(job, "job_becomes_dense"):
+        torch.testing.assert_close(found, table.detach(), rtol=1e-11, atol=1e-11)
 
 
 def job_one_dies() -> Any:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_job import Finished, run_job
+from torch_job import Finished, each, run_job
 
 import bpsx.torch as bps
+from bpsx.torch.cross_barrier import CrossBarrier, _CrossBarrier
 
 pytestmark = pytest.mark.timeout(300)
 STEPS, BATCH = 5, 4
@@ -185,6 +186,53 @@ STORIES: dict[str, Story] = {
 }
 
 
+def frozen_after_backward(size: int, mine: slice, distribute: Distribute) -> list[torch.Tensor]:
+    """Between backward and step, on all workers, for one step: the gradient that has left still counts."""
+    model = network()
+    optimizer = distribute(optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model)
+    for step in range(STEPS):
+        loss_of(model, step, size, mine).backward()
+        model[0].requires_grad_(step not in (1, 3))
+        optimizer.step()
+        optimizer.zero_grad()
+        model[0].requires_grad_()
+    applied(optimizer)
+    return weights(model)
+
+
+def unused_and_zeroed(size: int, mine: slice, distribute: Distribute) -> list[torch.Tensor]:
+    """A part of the model that no worker uses any more has no gradient, zero_grad(set_to_none=False) or not, so that no momentum moves it."""
+    model = network()
+    optimizer = distribute(optim.Adam(model.parameters(), lr=0.02), model)
+    for step in range(STEPS):
+        x, y = joined(step, size)
+        hidden = model[1](model[0](x[mine]))
+        out = model[4](model[3](model[2](hidden))) if step in (0, 3) else hidden[:, :3]
+        (out - y[mine]).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step in (0, 3))
+    applied(optimizer)
+    return weights(model)
+
+
+def applied(optimizer: Any) -> None:
+    """CrossBarrier's update is due in the next forward pass, which does not come."""
+    if isinstance(optimizer, _CrossBarrier):
+        optimizer.synchronize()
+
+
+CROSSED: dict[str, Story] = {"frozen": frozen_after_backward, "unused": unused_and_zeroed}
+
+
+def crossed(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
+    return CrossBarrier(model, optimizer, model.named_parameters(prefix="crossed"))
+
+
+def job_crossed() -> Any:
+    return {(name, distribute): story(bps.size(), shard(), globals()[distribute])
+            for name, story in CROSSED.items() for distribute in ("distributed", "crossed")}
+
+
 def job_stories() -> Any:
     return {name: story(bps.size(), shard(), distributed) for name, story in STORIES.items()}
 
@@ -263,7 +311,7 @@ def job_layouts() -> Any:
     return found
 
 
-JOBS = ["job_stories", "job_passes", "job_checkpoint", "job_layouts"]
+JOBS = ["job_stories", "job_crossed", "job_passes", "job_checkpoint", "job_layouts"]
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{} workers".format)
@@ -286,6 +334,13 @@ def test_equals_one_process_on_the_joined_batch(job: Finished, story: str) -> No
     size = len(job.results)
     expected = STORIES[story](size, slice(None), plainly)
     check([job.results[r]["job_stories"][story] for r in range(size)], expected, 5e-3 if story == "Muon" else 1e-9 if story == "Adadelta" else 1e-11)
+
+
+@pytest.mark.parametrize("distribute", ["distributed", "crossed"])
+@pytest.mark.parametrize("story", CROSSED)
+def test_across_the_barrier_too(job: Finished, story: str, distribute: str) -> None:
+    expected = CROSSED[story](len(job.results), slice(None), plainly)
+    check([found[story, distribute] for found in each(job, "job_crossed")], expected)
 
 
 def test_the_number_of_passes_may_change(job: Finished) -> None:

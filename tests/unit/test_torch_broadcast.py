@@ -7,6 +7,7 @@ import math
 from collections import OrderedDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,7 +17,7 @@ from torch_fake import FakeSession
 
 import bpsx.torch as bps
 from bpsx import _adapter
-from bpsx.errors import ConfigError
+from bpsx.errors import ConfigError, MismatchError
 from bpsx.torch.encoding import Encoder, StateError, decode
 
 
@@ -90,12 +91,30 @@ def test_wrong_parameters(pair: Pair, params: Any, message: str) -> None:
     assert not pair.root.broadcasts
 
 
-@pytest.mark.parametrize("root", [-1, 2, "0", None])
+def test_a_root_may_be_an_integer_of_any_kind(pair: Pair) -> None:
+    pair._patch.setattr(_adapter, "session", lambda: pair.root)
+    bps.broadcast_parameters({"a": torch.zeros(2)}, np.int64(0))     # type: ignore[arg-type]
+    assert list(pair.root.broadcasts) == ["Parameter.a"]
+
+
+@pytest.mark.parametrize("root", [-1, 2, "0", None, True, 1.0])
 def test_wrong_root(pair: Pair, root: Any) -> None:
     pair.run(bps.broadcast_parameters, {}, {})
     for verb, argument in ((bps.broadcast_parameters, {}), (bps.broadcast_optimizer_state, torch.optim.SGD([torch.zeros(1)], lr=0.1))):
         with pytest.raises(ConfigError, match="allowed are 0 to 1"):
             verb(argument, root)
+
+
+def test_wrong_optimizers_and_prefixes(pair: Pair) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="broadcast_optimizer_state: optimizer is a Linear; a torch.optim.Optimizer is needed"):
+        pair.run(bps.broadcast_optimizer_state, model, model)
+    verbs: list[tuple[Any, Any]] = [(bps.broadcast_parameters, model.state_dict()), (bps.broadcast_optimizer_state, optimizer)]
+    for verb, argument in verbs:
+        with pytest.raises(ConfigError, match=f"{verb.__name__}: prefix must be a string, not 5"):
+            verb(argument, 0, prefix=5)
+    assert not pair.root.broadcasts
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec="utf-8"))
@@ -199,10 +218,12 @@ def test_state_that_is_no_parameters(pair: Pair) -> None:
         pair.run(bps.broadcast_optimizer_state, mine, mine)
 
 
-def test_other_groups_are_refused_after_taking_part(pair: Pair) -> None:
+@pytest.mark.parametrize("kind, apart, what", [("SGD", True, r"SGD with groups of \[1, 1\]"), ("Adam", False, r"Adam with groups of \[2\]")])
+def test_other_optimizers_are_refused_before_anything_changes(pair: Pair, kind: str, apart: bool, what: str) -> None:
     a, b = torch.zeros(2), torch.zeros(2)
-    mine, theirs = torch.optim.SGD([a, b], lr=0.1), torch.optim.SGD([{"params": [a]}, {"params": [b]}], lr=0.2)
-    with pytest.raises(StateError, match=r"the root's optimizer has groups of \[2\] parameters, this worker's \(rank 1\) has \[1, 1\]"):
+    mine = torch.optim.SGD([a, b], lr=0.1)
+    theirs = getattr(torch.optim, kind)([{"params": [a]}, {"params": [b]}] if apart else [a, b], lr=0.2)
+    with pytest.raises(MismatchError, match=rf"optimizers differ: worker 0 has SGD with groups of \[2\] parameters, worker 1 {what} parameters"):
         pair.run(bps.broadcast_optimizer_state, mine, theirs)
     assert theirs.param_groups[0]["lr"] == 0.2
 

@@ -11,12 +11,16 @@ import pytest
 import torch
 from torch_fake import FakeSession
 
+import bpsx
 import bpsx.torch as bps
+import bpsx.torch.horovod as hvd
 from bpsx import _adapter
 from bpsx.dtypes import UnsupportedDType
 from bpsx.errors import BpsxError, ConfigError, NotInitializedError
 from bpsx.torch import ops
+from bpsx.torch.parallel import DistributedDataParallel
 
+VERBS = [bps.push_pull, bps.push_pull_async, bps.push_pull_inplace, bps.push_pull_async_inplace]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64]
 
 
@@ -114,7 +118,7 @@ REFUSED = {
 
 @pytest.mark.filterwarnings("ignore:.*quantize.*", "ignore:Sparse CSR.*")
 @pytest.mark.parametrize("message", REFUSED)
-@pytest.mark.parametrize("verb", [bps.push_pull, bps.push_pull_async, bps.push_pull_inplace, bps.push_pull_async_inplace])
+@pytest.mark.parametrize("verb", VERBS)
 def test_refusals_say_whose_what_and_what_is_allowed(fake: FakeSession, message: str, verb: object) -> None:
     with pytest.raises(TypeError, match=f"push_pull of 'w'.*{message}") as caught:
         verb(REFUSED[message](), name="w")  # type: ignore[operator]
@@ -139,6 +143,60 @@ def test_refused_names_and_versions(fake: FakeSession) -> None:
         bps.push_pull(torch.zeros(1), True, 3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="version must be an integer, not str"):
         bps.push_pull_async(torch.zeros(1), version="1")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("options, message", [
+    *(({"priority": p}, rf"push_pull: priority={p!r}: allowed are integers from -2147483648 to 2147483647".replace("**", "."))
+      for p in ("high", 1.5, None, True, 2**31, -2**31 - 1, 2**70)),
+    ({"name": ""}, "push_pull: name must be a string, not an empty one"),
+    ({"name": b"w"}, "push_pull: name must be a string, not bytes"),
+], ids=str)
+def test_refused_options(fake: FakeSession, verb: Callable[..., object], options: dict[str, object], message: str) -> None:
+    for tensor in (torch.zeros(2), torch.eye(2).to_sparse()) if verb is bps.push_pull else (torch.zeros(2),):
+        with pytest.raises(ConfigError, match=message):
+            verb(tensor, **options)
+    assert not fake.pushes and not fake.broadcasts
+
+
+@pytest.mark.parametrize("priority", [np.int64(3), torch.tensor(3), 2**31 - 1, -2**31], ids=str)
+def test_integers_of_any_kind_are_priorities(fake: FakeSession, priority: object) -> None:
+    bps.push_pull(torch.zeros(2), priority=priority)    # type: ignore[arg-type]
+    assert fake.pushes[0].priority == priority
+
+
+class _NoCompressor:
+    """Not derived from Compressor."""
+
+
+@pytest.mark.parametrize("compression", ["fp16", None, bps.Compression, bps.Compression.fp16(), _NoCompressor], ids=lambda c: type(c).__name__)
+def test_what_is_no_compressor(fake: FakeSession, compression: object) -> None:
+    model = torch.nn.Linear(2, 2)
+    calls: dict[str, Callable[[], object]] = {
+        "push_pull": lambda: bps.push_pull(torch.zeros(2), compression=compression),    # type: ignore[arg-type]
+        "DistributedOptimizer": lambda: bps.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), compression=compression),      # type: ignore[arg-type]
+        "DistributedDataParallel": lambda: DistributedDataParallel(model, compression=compression),     # type: ignore[arg-type]
+        "DDPHookState": lambda: bps.DDPHookState(compression=compression),      # type: ignore[arg-type]
+        "allreduce": lambda: hvd.allreduce(torch.zeros(2), compression=compression),    # type: ignore[arg-type]
+        "reducescatter": lambda: hvd.reducescatter(torch.zeros(2), compression=compression),    # type: ignore[arg-type]
+    }
+    calls["push_pull of a sparse tensor"] = lambda: bps.push_pull(torch.eye(2).to_sparse(), compression=compression)    # type: ignore[arg-type]
+    for verb, of in (("allreduce", hvd.grouped_allreduce), ("reducescatter", hvd.grouped_reducescatter)):
+        calls[f"{verb} of many"] = lambda of=of: of([torch.zeros(2)], compression=compression)    # type: ignore[misc]
+    for op in (hvd.Sum, hvd.Max):
+        calls[f"allreduce {op!r}"] = lambda op=op: hvd.allreduce(torch.zeros(2), compression=compression, op=op)    # type: ignore[misc]
+    for verb, call in calls.items():
+        with pytest.raises(ConfigError, match=f"^{verb.split()[0]}: compression=.*: allowed are bpsx.torch.Compression.none and .fp16, and"):
+            call()
+    assert not fake.pushes and not fake.broadcasts and not fake.declared
+
+
+@pytest.mark.parametrize("verb", [bps.poll, bps.synchronize, bpsx.poll, bpsx.synchronize])
+@pytest.mark.parametrize("given", [torch.zeros(2), None, 3], ids=str)
+def test_what_is_no_handle(verb: Callable[[object], object], given: object) -> None:
+    with pytest.raises(ConfigError, match=f"{verb.__name__}: a handle is needed, as the _async verbs return it, not {type(given).__name__}"):
+        verb(given)
 
 
 def test_before_init() -> None:

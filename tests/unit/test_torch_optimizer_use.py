@@ -14,7 +14,7 @@ from torch_fake import DATA, NAMES, FakeSession, backward, network, sgd
 
 import bpsx.torch as bps
 from bpsx import _adapter
-from bpsx.errors import NotInitializedError, PeerLostError
+from bpsx.errors import ConfigError, NotInitializedError, PeerLostError
 
 
 @pytest.fixture
@@ -72,6 +72,10 @@ def wrong_names() -> dict[str, tuple[Any, str]]:
         "no names": (model.parameters(), r"\(name, parameter\) pairs"),
         "not a tensor": ([("a", 3)], r"\(name, parameter\) pairs"),
         "not a string": ([(1, named[0][1])], r"\(name, parameter\) pairs"),
+        "a model": (model, r"\(name, parameter\) pairs, as model.named_parameters\(\) gives them, not Sequential"),
+        "a mapping": (model.state_dict(), r"\(name, parameter\) pairs.*not OrderedDict"),
+        "a name": ("weight", r"\(name, parameter\) pairs.*not str"),
+        "other tensors": (list(model.state_dict().items()), r"lacks 4 .*it has none of them: model.state_dict\(\) has other tensors"),
     }
 
 
@@ -97,8 +101,15 @@ def test_other_refusals(fake: FakeSession) -> None:
         bps.DistributedOptimizer(torch.optim.LBFGS(model.parameters()))
     with pytest.raises(ValueError, match="distributed already"):
         bps.DistributedOptimizer(sgd(model))
-    with pytest.raises(ValueError, match="backward_passes_per_step=0"):
-        sgd(model, backward_passes_per_step=0)
+    for passes in (0, 1.5, "1", True):
+        with pytest.raises(ConfigError, match=f"DistributedOptimizer: backward_passes_per_step={passes!r}: allowed are integers from 1"):
+            sgd(model, backward_passes_per_step=passes)
+    with pytest.raises(ConfigError, match="set_backward_passes_per_step: backward_passes_per_step=0"):
+        sgd(model).set_backward_passes_per_step(0)
+    with pytest.raises(ConfigError, match="DistributedOptimizer: sparse_as_dense must be True or False, not 'no'"):
+        sgd(model, sparse_as_dense="no")
+    with pytest.raises(ConfigError, match="DistributedOptimizer: optimizer is a Sequential; a torch.optim.Optimizer is needed"):
+        bps.DistributedOptimizer(model)     # type: ignore[arg-type]
     replaced = torch.optim.SGD(model.parameters(), lr=0.1)
     replaced.step = lambda: None    # type: ignore[method-assign]
     with pytest.raises(ValueError, match="replaced this optimizer's step"):

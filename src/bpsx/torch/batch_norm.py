@@ -46,6 +46,8 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
         result to the optimizer, or convert before; the parameters are the same. ``process_group``: only None, all workers.
         """
         _check_group(process_group)
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigError(f"convert_sync_batchnorm: module is a {type(module).__name__}; a torch.nn.Module is needed")
         return cls._converted(module, "")
 
     @classmethod
@@ -103,7 +105,7 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
 
 def _check_group(process_group: object) -> None:
     if process_group is not None:
-        raise ConfigError("SyncBatchNorm: process_group: only None is possible, all workers")
+        raise ConfigError(f"SyncBatchNorm: process_group={process_group!r}: allowed is None, all workers")
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -149,7 +151,7 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]
         shape = (1, -1) + (1,) * (x.dim() - 2)
         scale = (variance + eps).rsqrt()
         ctx.save_for_backward(x, weight, mean.to(dtype), scale.to(dtype))
-        ctx.count, ctx.name, ctx.shape = count, name, shape
+        ctx.count, ctx.name, ctx.shape, ctx.bias_dtype = count, name, shape, bias.dtype if bias is not None else None
         y = (x.to(dtype) - mean.to(dtype).reshape(shape)) * scale.to(dtype).reshape(shape)
         if weight is not None:
             y = y * weight.to(dtype).reshape(shape)
@@ -173,5 +175,5 @@ class _Normalise(torch.autograd.Function):  # type: ignore[misc]
             of_g, of_gh = (m.reshape(ctx.shape) for m in means)
             for_x = (factor.reshape(ctx.shape) * (g - of_g - h * of_gh)).to(x.dtype)
         for_weight = sums[1].to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
-        for_bias = sums[0].to(weight.dtype) if weight is not None and ctx.needs_input_grad[2] else None
+        for_bias = sums[0].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return for_x, for_weight, for_bias, None, None, None

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bpsx import _adapter
-from bpsx._adapter import TensorView
+from bpsx._adapter import TensorView, checked_root
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.torch.encoding import Encoder, StateError, decode, empty_for
@@ -26,39 +26,48 @@ def broadcast_parameters(params: Any, root_rank: int, prefix: str = "Parameter."
     :class:`~bpsx.torch.UnsupportedTensor`, and what :func:`bpsx.torch.synchronize` raises.
     """
     pairs = _named_tensors(params)
-    check_root(root_rank, "broadcast_parameters")
+    root = checked_root(root_rank, "broadcast_parameters", _adapter.session().size)
+    _check_prefix(prefix, "broadcast_parameters")
     if _adapter.session().size > 1:
-        _broadcast_all(pairs, root_rank, prefix)
+        _broadcast_all(pairs, root, prefix)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, prefix: str = "Parameter.") -> None:
     """Give ``optimizer`` the state and the options (learning rate, …) of worker ``root_rank``'s, on all workers.
 
-    Afterwards ``state_dict()`` is equal everywhere, also where nothing had been stepped yet; weights and gradients are not touched. The
-    optimizers must hold the same groups of parameters. State: tensors as in :func:`broadcast_parameters`, None, bool, int, float, str, and
-    tuples, lists and dictionaries of these; anything else raises :class:`StateError` on all workers.
+    Afterwards ``state_dict()`` is equal everywhere, also where nothing had been stepped yet; weights and gradients are not touched. State: tensors
+    as in :func:`broadcast_parameters`, None, bool, int, float, str, and tuples, lists and dictionaries of these; anything else raises
+    :class:`StateError` on all workers. The optimizers must be of one class (by name) and have groups of as many parameters: otherwise
+    :class:`~bpsx.errors.MismatchError` on all workers, before anything is changed.
 
-    Raises also what :func:`broadcast_parameters` raises.
+    Raises also what :func:`broadcast_parameters` raises, and :class:`~bpsx.errors.ConfigError` for what is no optimizer.
     """
-    check_root(root_rank, "broadcast_optimizer_state")
-    ours = _adapter.session()
+    from bpsx.torch.gather import check_alike  # it is built on this module
+
+    verb, ours = "broadcast_optimizer_state", _adapter.session()
+    root = checked_root(root_rank, verb, ours.size)
+    _check_prefix(prefix, verb)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"{verb}: optimizer is a {type(optimizer).__name__}; a torch.optim.Optimizer is needed")
     if ours.size == 1:
         return
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    check_alike(f"{type(optimizer).__name__} with groups of {sizes} parameters", f"{prefix}optimizer.kind", f"{verb}: the optimizers differ")
     packed, problem = None, ""
-    if ours.rank == root_rank:
+    if ours.rank == root:
         try:
             packed = _pack(optimizer)
         except BpsxError as e:     # the others wait for an answer: they get this one
             problem = str(e)
         except Exception as e:
-            problem = f"worker {root_rank}'s state cannot be sent: {type(e).__name__}: {e}"
+            problem = f"worker {root}'s state cannot be sent: {type(e).__name__}: {e}"
     text = json.dumps({"error": problem} if packed is None else packed.structure).encode()
-    structure = json.loads(broadcast_bytes(text, root_rank, prefix + "optimizer"))
+    structure = json.loads(broadcast_bytes(text, root, prefix + "optimizer"))
     if structure.get("error"):
         raise StateError(structure["error"])
     tensors = packed.tensors if packed is not None else [empty_for(m) for m in structure["tensors"]]
-    _broadcast_all([(f"optimizer.{m['name']}", t) for m, t in zip(structure["tensors"], tensors, strict=True)], root_rank, prefix)
-    if ours.rank != root_rank:
+    _broadcast_all([(f"optimizer.{m['name']}", t) for m, t in zip(structure["tensors"], tensors, strict=True)], root, prefix)
+    if ours.rank != root:
         _unpack(optimizer, structure, tensors)
 
 
@@ -83,11 +92,9 @@ def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
     return list(pairs.items())
 
 
-def check_root(root_rank: Any, verb: str, size: int | None = None) -> None:
-    """Raise :class:`ConfigError` unless there is such a rank among ``size`` workers, by default the job's."""
-    size = _adapter.session().size if size is None else size
-    if not isinstance(root_rank, int) or not 0 <= root_rank < size:
-        raise ConfigError(f"{verb}: root_rank={root_rank!r}: allowed are 0 to {size - 1}")
+def _check_prefix(prefix: Any, verb: str) -> None:
+    if not isinstance(prefix, str):
+        raise ConfigError(f"{verb}: prefix must be a string, not {prefix!r}")
 
 
 class Overwriting:
@@ -180,16 +187,11 @@ def _pack(optimizer: torch.optim.Optimizer) -> _Packed:
             raise StateError(f"broadcast_optimizer_state: {type(optimizer).__name__} keeps state under {type(p).__name__} {str(p)[:40]!r}, "
                              "which is none of its parameters; only state of parameters can be broadcast")
         state.append([index[p], encoder.encode(value, f"state {index[p]}")])
-    sizes = [len(g["params"]) for g in optimizer.param_groups]
-    return _Packed({"sizes": sizes, "groups": groups, "state": state, "tensors": encoder.described}, encoder.tensors)
+    return _Packed({"groups": groups, "state": state, "tensors": encoder.described}, encoder.tensors)
 
 
 def _unpack(optimizer: torch.optim.Optimizer, structure: dict[str, Any], tensors: list[torch.Tensor]) -> None:
     """Write the root's state into ``optimizer``. Not through ``load_state_dict``, which converts state to the parameters' dtype."""
-    sizes = [len(g["params"]) for g in optimizer.param_groups]
-    if sizes != structure["sizes"]:
-        raise StateError(f"broadcast_optimizer_state: the root's optimizer has groups of {structure['sizes']} parameters, "
-                         f"this worker's (rank {_adapter.session().rank}) has {sizes}")
     params = _all_params(optimizer)
     for group, root_group in zip(optimizer.param_groups, structure["groups"], strict=True):
         for key in [k for k in group if k != "params" and k not in root_group]:

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from bpsx import _adapter
+from bpsx._adapter import checked_root
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError, ConfigError, MismatchError
-from bpsx.torch.broadcast import bytes_view, capacity, check_root
+from bpsx.torch.broadcast import bytes_view, capacity
 from bpsx.torch.gather import all_gather_async
 from bpsx.torch.ops import check_tensor, check_writable, dtype_name, is_plain, mark_written, plain_copy, submit
 from bpsx.torch.work import Collective
@@ -62,7 +63,7 @@ class Group:
 
     def broadcast(self, tensor: torch.Tensor, root: int, verb: str = "broadcast") -> Collective:
         """Overwrite ``tensor`` with worker ``root``'s."""
-        check_root(root, verb, self.size)
+        checked_root(root, verb, self.size)
         stage, home = self._in_place(tensor, verb, read=root == self.rank)
         mark_written(tensor)
         return self._broadcast(stage, root, verb, home if root != self.rank else None, f"{verb} from worker {root}")
@@ -106,14 +107,14 @@ class Group:
 
     def gather(self, outputs: Sequence[torch.Tensor], mine: torch.Tensor, root: int) -> Collective:
         """Fill ``outputs[r]`` on worker ``root`` with worker r's ``mine``. The bytes come to all: a broadcast is to all."""
-        check_root(root, "gather", self.size)
+        checked_root(root, "gather", self.size)
         if root != self.rank:
             outputs = [torch.empty(mine.shape, dtype=mine.dtype) for _ in range(self.size)]
         return self.all_gather(outputs, mine, "gather")
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Collective:
         """Overwrite ``output`` with worker ``root``'s ``inputs[rank]``."""
-        check_root(root, "scatter", self.size)
+        checked_root(root, "scatter", self.size)
         check_tensor(output, "scatter: the output")
         everything = torch.empty(self.size * output.numel(), dtype=output.dtype)
         mine = _equal_parts(everything, self.size)
@@ -130,7 +131,7 @@ class Group:
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Any) -> Collective:
         """Replace ``tensor`` on worker ``root`` by the reduction over all workers; elsewhere it stays as it is."""
-        check_root(root, "reduce", self.size)
+        checked_root(root, "reduce", self.size)
         if root == self.rank:
             return self.all_reduce(tensor, op, "reduce")
         stage, _ = self._in_place(tensor, "reduce")

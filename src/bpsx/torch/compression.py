@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from bpsx.errors import ConfigError
+
 
 class Compressor:
     """What a compressor provides. Both methods are pure: they never write to the tensor that they are given."""
@@ -55,3 +57,10 @@ class Compression:
 
     none = NoneCompressor
     fp16 = FP16Compressor
+
+
+def check_compression(compression: Any, verb: str) -> None:
+    """Raise :class:`ConfigError` unless ``compression`` is a compressor."""
+    if not (isinstance(compression, type) and issubclass(compression, Compressor)):
+        raise ConfigError(f"{verb}: compression={compression!r}: allowed are bpsx.torch.Compression.none and .fp16, and other classes derived from "
+                          "bpsx.torch.compression.Compressor")

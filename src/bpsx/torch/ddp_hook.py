@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from bpsx import _adapter
 from bpsx.errors import ConfigError
-from bpsx.torch.compression import Compression, Compressor
+from bpsx.torch.compression import Compression, Compressor, check_compression
 from bpsx.torch.eager import eager
 from bpsx.torch.futures import COMPLETER
 from bpsx.torch.ops import check_tensor, mark_written, submit
@@ -26,8 +26,7 @@ class DDPHookState:
     def __init__(self, name: str = "DDP", compression: type[Compressor] = Compression.none) -> None:
         if not isinstance(name, str) or not name:
             raise ConfigError(f"DDPHookState: name={name!r}; a string that is not empty is needed")
-        if not (isinstance(compression, type) and issubclass(compression, Compressor)):
-            raise ConfigError(f"DDPHookState: compression={compression!r}; allowed are bpsx.torch.Compression.none and .fp16")
+        check_compression(compression, "DDPHookState")
         self.name, self.compression = name, compression
 
 

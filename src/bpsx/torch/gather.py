@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from bpsx import _adapter
+from bpsx._adapter import check_name
 from bpsx.errors import MismatchError
 from bpsx.torch.broadcast import bytes_view, capacity
 from bpsx.torch.ops import (
     Handle,
-    check_name,
     check_rows,
     check_tensor,
     dtype_name,
@@ -73,6 +73,19 @@ def all_gather_async(outputs: Sequence[torch.Tensor], mine: torch.Tensor, name: 
     return Gathering(handles, outputs, stages)
 
 
+def _gather_headers(count: int, kind: str, name: str) -> Gathering:
+    header = _header(count, kind)
+    return all_gather_async([torch.empty_like(header) for _ in range(_adapter.session().size)], header, name)
+
+
+def check_alike(kind: str, name: str, what: str) -> None:
+    """Raise :class:`~bpsx.errors.MismatchError`, on all workers, unless all of them give the same ``kind``. On the wire this is called ``name``."""
+    told = [_read(h)[1] for h in _gather_headers(0, kind, name).wait()]
+    for rank, theirs in enumerate(told):
+        if theirs != told[0]:
+            raise MismatchError(f"{what}: worker 0 has {told[0]}, worker {rank} {theirs}")
+
+
 class RowGathering:
     """An all_gather of rows under way. Two exchanges, one after the other: :meth:`advance` begins the second, as :meth:`done` does in time.
 
@@ -86,9 +99,7 @@ class RowGathering:
         for tensor in self._mine:
             check_tensor(tensor, f"all_gather of {name!r}")
         trailing = ", ".join(f"{dtype_name(t)} rows of shape {tuple(t.shape[1:])}" for t in self._mine)
-        header = _header(len(self._mine[0]), f"{kind} {trailing}".strip())
-        size = _adapter.session().size
-        self._headers = all_gather_async([torch.empty(_HEADER, dtype=torch.uint8) for _ in range(size)], header, f"{name}.counts")
+        self._headers = _gather_headers(len(self._mine[0]), f"{kind} {trailing}".strip(), f"{name}.counts")
         self._counts: list[int] = []
         self._failure: Exception | None = None
         self._stages: list[list[torch.Tensor]] = []     # by tensor, by worker

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from bpsx import _adapter
+from bpsx._adapter import check_name, checked_root
 from bpsx.errors import BpsxError
-from bpsx.torch.broadcast import broadcast_bytes, check_root
+from bpsx.torch.broadcast import broadcast_bytes
 from bpsx.torch.encoding import Encoder, StateError, decode, empty_for
 from bpsx.torch.gather import RowGathering
-from bpsx.torch.ops import check_name, plain_copy
+from bpsx.torch.ops import plain_copy
 
 _PURPOSE = "pickled object"
 _PROOF_BYTES = 32
@@ -42,13 +43,13 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     Raises :class:`ObjectError` on all workers if the root's object cannot travel; on a worker alone where it cannot be unpickled;
     :class:`~bpsx.errors.ConfigError` for a root that does not exist; and what :func:`bpsx.torch.synchronize` raises.
     """
-    check_root(root_rank, "broadcast_object")
+    root = checked_root(root_rank, "broadcast_object", _adapter.session().size)
     where = _checked_name(name, "broadcast_object")
     if _adapter.session().size == 1:
         return obj
-    is_root = _adapter.session().rank == root_rank
-    message = broadcast_bytes(_pack(obj, "broadcast_object", where) if is_root else b"", root_rank, where)
-    copy = _unpack(message, "broadcast_object", where, root_rank, ours=is_root)
+    is_root = _adapter.session().rank == root
+    message = broadcast_bytes(_pack(obj, "broadcast_object", where) if is_root else b"", root, where)
+    copy = _unpack(message, "broadcast_object", where, root, ours=is_root)
     return obj if is_root else copy
 
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 import torch
 
 from bpsx import _adapter
-from bpsx._adapter import TensorView
+from bpsx._adapter import TensorView, check_handle, check_name, check_priority
 from bpsx.dtypes import BY_NAME, UnsupportedDType
 from bpsx.errors import BpsxError, ConfigError
-from bpsx.torch.compression import Compression, Compressor
+from bpsx.torch.compression import Compression, Compressor, check_compression
 
 _ALLOWED = f"allowed are dense CPU tensors of {', '.join(BY_NAME)}"
 #: What to send instead of a dtype that cannot be summed.
@@ -87,12 +87,6 @@ def check_tensor(tensor: Any, what: str) -> None:
         kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
         raise UnsupportedTensor(f"{what}: {kind} tensors cannot be sent; {_ALLOWED}")
     check_device(tensor, what)
-
-
-def check_name(name: Any, verb: str) -> None:
-    """Raise :class:`ConfigError` unless ``name`` is a string or None."""
-    if name is not None and not isinstance(name, str):
-        raise ConfigError(f"{verb}: name must be a string, not {type(name).__name__}")
 
 
 def check_rows(tensor: torch.Tensor, verb: str) -> None:
@@ -200,23 +194,24 @@ def unnamed(verb: str, tensor: torch.Tensor, whole: bool = True) -> str:
     return f"{verb}.noname.{dtype_name(tensor)}.{tuple(tensor.shape if whole else tensor.shape[1:])}"
 
 
-def _checked(tensor: Any, average: bool, name: str | None, version: int) -> str:
-    _check_arguments(average, name, version)
+def _checked(tensor: Any, average: bool, name: str | None, version: int, priority: int) -> str:
+    _check_arguments(average, name, version, priority)
     what = f"push_pull of {name!r}" if name else "push_pull"
     check_tensor(tensor, what)
     return what
 
 
-def _check_arguments(average: Any, name: Any, version: Any) -> None:
+def _check_arguments(average: Any, name: Any, version: Any, priority: Any) -> None:
     if not isinstance(average, int):    # a name or an operation that has got into its place would be an average
         raise ConfigError(f"push_pull: average must be True or False, not {average!r}")
     check_name(name, "push_pull")
     if not isinstance(version, int):
         raise ConfigError(f"push_pull: version must be an integer, not {type(version).__name__}")
+    check_priority(priority, "push_pull")
 
 
 def _begin(tensor: torch.Tensor, average: bool, name: str | None, version: int, priority: int, inplace: bool, will_wait: bool) -> Handle:
-    what = _checked(tensor, average, name, version)
+    what = _checked(tensor, average, name, version, priority)
     if inplace:
         check_replaceable(tensor, what)
     output = tensor if inplace else torch.empty_like(tensor, requires_grad=False)
@@ -235,10 +230,10 @@ def push_pull_async(tensor: torch.Tensor, average: bool = True, name: str | None
     order, so workers may lay it out differently; a result has its input's strides. It must not change, nor be resized, until the end. Its
     values are taken as they are, without autograd. Workers must agree on name, shape, dtype and ``average``; without a name, calls of one shape
     and dtype are matched in the order in which each worker makes them. ``average`` divides by ``size()``; integers round down. Larger ``priority``
-    goes first. ``version`` is BytePS's and ignored: bpsx counts rounds itself.
+    goes first (32 bits, signed). ``version`` is BytePS's and ignored: bpsx counts rounds itself.
 
-    Raises :class:`UnsupportedTensor` or :class:`~bpsx.dtypes.UnsupportedDType` (both are :class:`TypeError`),
-    :class:`~bpsx.errors.NotInitializedError`. Thread-safe.
+    Raises :class:`UnsupportedTensor` or :class:`~bpsx.dtypes.UnsupportedDType` (both are :class:`TypeError`), :class:`~bpsx.errors.ConfigError` for
+    other arguments, :class:`~bpsx.errors.NotInitializedError`. Thread-safe.
     """
     return _begin(tensor, average, name, version, priority, inplace=False, will_wait=False)
 
@@ -248,6 +243,9 @@ def push_pull_async_inplace(
     tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
 ) -> Handle:
     """As :func:`push_pull_async`, but the result replaces ``tensor``'s values. They are complete once :func:`synchronize` has returned.
+
+    The result goes to the memory that ``tensor`` has at the call. If ``tensor.data`` is set, or ``tensor.set_()`` called, before the end, the sum
+    is in the old memory, and what :func:`synchronize` returns, ``tensor``, is not the sum.
 
     Also raises :class:`UnsupportedTensor` if elements of ``tensor`` share memory (``expand``, overlapping ``as_strided``).
     """
@@ -307,12 +305,13 @@ def push_pull(
     A ``torch.sparse_coo`` tensor gives a coalesced one of the same shape. What travels is its values and indices, of which each worker may
     have another number; it has no derivative. Raises as :func:`push_pull_async` and :func:`synchronize`.
     """
+    check_compression(compression, "push_pull")
     if isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo:
         from bpsx.torch.sparse import push_pull_sparse  # it is built on this module
 
-        _check_arguments(average, name, version)
+        _check_arguments(average, name, version, priority)
         return push_pull_sparse(tensor, average, name, compression)
-    _checked(tensor, average, name, version)
+    _checked(tensor, average, name, version, priority)
     return _differentiable(tensor, _Options(average, name or unnamed("push_pull", tensor), priority, compression))
 
 
@@ -327,7 +326,11 @@ def push_pull_inplace(
 
 @outside_graphs
 def poll(handle: Handle) -> bool:
-    """Whether ``handle``'s operation has ended. Does not block. Call :func:`synchronize` before using the result all the same."""
+    """Whether ``handle``'s operation has ended. Does not block. Call :func:`synchronize` before using the result all the same.
+
+    Raises :class:`~bpsx.errors.ConfigError` for what is no handle.
+    """
+    check_handle(handle, "poll")
     return handle.done()
 
 
@@ -335,13 +338,18 @@ def poll(handle: Handle) -> bool:
 def synchronize(handle: Handle) -> torch.Tensor:
     """Wait for ``handle`` and return its tensor. May be called again.
 
-    Raises :class:`~bpsx.errors.PeerLostError`, :class:`~bpsx.errors.MismatchError`, :class:`~bpsx.errors.StallError` and their kin.
+    Raises :class:`~bpsx.errors.PeerLostError`, :class:`~bpsx.errors.MismatchError`, :class:`~bpsx.errors.StallError` and their kin, and
+    :class:`~bpsx.errors.ConfigError` for what is no handle.
     """
+    check_handle(handle, "synchronize")
     result: torch.Tensor = handle.wait()
     return result
 
 
 @outside_graphs
 def declare(name: str) -> int:
-    """Fix the place of ``name`` in the order of declaration; returns it (0, 1, …). Calling it again changes nothing."""
+    """Fix the place of ``name`` in the order of declaration; returns it (0, 1, …). Calling it again changes nothing.
+
+    Raises :class:`~bpsx.errors.ConfigError` for what is no name: it has 1 to 4096 bytes of UTF-8.
+    """
     return int(_adapter.session().declare(name))

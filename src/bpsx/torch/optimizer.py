@@ -5,16 +5,17 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from bpsx import _adapter
+from bpsx._adapter import integer
 from bpsx.errors import ConfigError
 from bpsx.torch.asynchronous import AsyncExchange
-from bpsx.torch.compression import Compression, Compressor
+from bpsx.torch.compression import Compression, Compressor, check_compression
 from bpsx.torch.exchange import Exchange, GradientOrderError
 from bpsx.torch.ops import outside_graphs
 
@@ -36,12 +37,15 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     over workers, not over passes (divide the loss if you want that).
 
     **Looking at gradients.** From ``backward()`` to the end of ``step()`` gradients are under way; who writes to one then gets a
-    :class:`GradientOrderError` at the wait, with its name (who writes through ``grad.data`` is not noticed). ``synchronize()`` waits for them. So
+    :class:`GradientOrderError` at the wait, with its name. Not noticed is who writes through ``grad.data``, or to a gradient that is a part of larger
+    memory: views of one flat buffer count their writes together, those of backward and bpsx included. ``synchronize()`` waits for gradients. So
     does reading ``param_groups``, and a ``step()`` after that neither waits nor pushes again: ``torch.amp.GradScaler`` works as it is, and an
     overflow on one worker is one on all. Read ``param_groups`` before the first or after the last backward of a step.
 
     **Parameters without a gradient.** Workers may use different parameters in a step: who has no gradient counts as zeros. What no worker has
-    used has no ``grad`` after the step, and does not move, as in one process.
+    used has no ``grad`` after the step, and does not move, as in one process. Freeze and thaw parameters (``requires_grad``) on all workers in the
+    same step: a worker that has frozen one pushes nothing for it, not even zeros, so the others' ``step()`` waits for it, and takes the gradient of a
+    later step if the parameter is thawed, or raises :class:`~bpsx.errors.StallError`.
 
     **Sparse gradients**, as of ``nn.Embedding(sparse=True)``, travel as values and indices, of which each worker may have another number, or none;
     ``grad`` is then coalesced. ``sparse_as_dense=True`` makes them dense first. A gradient must be sparse on all workers that have one, or dense on
@@ -72,18 +76,28 @@ def distribute(
 ) -> torch.optim.Optimizer:
     """:func:`DistributedOptimizer`; with ``average=False`` gradients are sums over the workers, which asynchronous training does not have."""
     check_optimizer(optimizer)
+    check_options(compression, sparse_as_dense)
     names = names_of(optimizer, named_parameters)
     exchange = _exchange_for(names, compression, checked_passes(backward_passes_per_step), sparse_as_dense, average)
     return mix_in(_DistributedOptimizer, optimizer, exchange)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(optimizer: Any, verb: str = "DistributedOptimizer") -> None:
     """Raise :class:`ConfigError` for an optimizer that cannot be made distributed."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"{verb}: optimizer is a {type(optimizer).__name__}; a torch.optim.Optimizer is needed")
     if isinstance(optimizer, _DistributedOptimizer):
-        raise ConfigError("DistributedOptimizer: this optimizer is distributed already")
+        raise ConfigError(f"{verb}: this optimizer is distributed already")
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError("DistributedOptimizer: LBFGS evaluates its closure several times in a step, with other weights each time, so its "
+        raise ConfigError(f"{verb}: LBFGS evaluates its closure several times in a step, with other weights each time, so its "
                           "gradients cannot be averaged once per step; use a first-order optimizer (SGD, Adam, …)")
+
+
+def check_options(compression: Any, sparse_as_dense: Any, verb: str = "DistributedOptimizer") -> None:
+    """Raise :class:`ConfigError` for a compressor that is none, or for neither True nor False."""
+    check_compression(compression, verb)
+    if not isinstance(sparse_as_dense, int):
+        raise ConfigError(f"{verb}: sparse_as_dense must be True or False, not {sparse_as_dense!r}")
 
 
 def mix_in(mixin: type[_DistributedOptimizer], optimizer: torch.optim.Optimizer, exchange: Exchange) -> torch.optim.Optimizer:
@@ -163,7 +177,7 @@ class _DistributedOptimizer(_Base):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes are added up before a push. Begins a new count for every parameter."""
-        self._exchange.set_passes(checked_passes(passes))
+        self._exchange.set_passes(checked_passes(passes, "set_backward_passes_per_step"))
 
     @outside_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -226,34 +240,40 @@ def _default_name(group: int, index: int) -> str:
     return f"push_pull.noname.{group}.{index}"
 
 
-def names_of(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None) -> list[tuple[str, torch.Tensor]]:
+def names_of(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None, verb: str = "DistributedOptimizer",
+) -> list[tuple[str, torch.Tensor]]:
     """The optimizer's parameters with their names, most urgent first, each once. Raises :class:`ConfigError`."""
     ours = {id(p): (g, i, p) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])}
     if named is None:
         return [(_default_name(g, i), p) for g, i, p in ours.values()]
-    pairs = list(named)
+    # Of these the parts would say nothing: the text is to name what was given.
+    whole = not isinstance(named, Iterable) or isinstance(named, (Mapping, str, bytes, torch.Tensor, torch.nn.Module))
+    pairs: list[Any] = [named] if whole else list(named)
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)):
-            raise ConfigError("DistributedOptimizer: named_parameters must be (name, parameter) pairs, as model.named_parameters() gives "
-                              f"them, not {type(pair).__name__}")
+            raise ConfigError(f"{verb}: named_parameters must be (name, parameter) pairs, as model.named_parameters() gives them, not "
+                              f"{type(pair).__name__}")
     twice = sorted(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
     if twice:
-        raise ConfigError(f"DistributedOptimizer: named_parameters gives these names twice: {', '.join(twice)}")
+        raise ConfigError(f"{verb}: named_parameters gives these names twice: {', '.join(twice)}")
     first: dict[int, tuple[str, torch.Tensor]] = {}
     for name, p in pairs:
         if id(p) in ours:
             first.setdefault(id(p), (name, p))      # a shared parameter under several names counts once
     unnamed = [f"group {g}, index {i}, shape {tuple(p.shape)}" for key, (g, i, p) in ours.items() if key not in first]
     if unnamed:
-        raise ConfigError(f"DistributedOptimizer: named_parameters lacks {len(unnamed)} of the optimizer's parameters: "
-                          f"{'; '.join(unnamed[:10])}")
+        instead = "" if first else " (it has none of them: model.state_dict() has other tensors, model.named_parameters() has these)"
+        raise ConfigError(f"{verb}: named_parameters lacks {len(unnamed)} of the optimizer's parameters: {'; '.join(unnamed[:10])}{instead}")
     return list(first.values())
 
 
-def checked_passes(passes: Any) -> int:
-    if not isinstance(passes, int) or passes < 1:
-        raise ConfigError(f"backward_passes_per_step={passes!r}: allowed are integers from 1")
-    return passes
+def checked_passes(passes: Any, verb: str = "DistributedOptimizer") -> int:
+    """``passes`` as an int. Raises :class:`ConfigError`."""
+    number = integer(passes)
+    if number is None or number < 1:
+        raise ConfigError(f"{verb}: backward_passes_per_step={passes!r}: allowed are integers from 1")
+    return number
 
 
 def _take_patched_step(optimizer: torch.optim.Optimizer) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 from bpsx import _adapter
+from bpsx._adapter import checked_root, integer
 from bpsx.errors import ConfigError
-from bpsx.torch.broadcast import Overwriting, check_root
+from bpsx.torch.broadcast import Overwriting
 from bpsx.torch.gather import RowGathering, all_gather_async, gathered_rows
 from bpsx.torch.horovod.job import ProcessSet, check_process_set, global_process_set
 from bpsx.torch.horovod.pending import Pending, group_names, needs_gradient, wire_name
@@ -71,11 +72,11 @@ def grouped_allgather_async(tensors: Sequence[torch.Tensor], name: str | None = 
 def _begin_broadcast(tensor: torch.Tensor, root_rank: int, name: str | None, inplace: bool, process_set: ProcessSet) -> Pending:
     check_process_set(process_set)
     wire = wire_name("broadcast", name, tensor)
-    check_root(root_rank, "broadcast")
+    root = checked_root(root_rank, "broadcast", _adapter.session().size)
     if inplace:
         check_replaceable(tensor, wire, "broadcast()")
     target = tensor if inplace else tensor.detach().clone()
-    return Pending([Overwriting(target, root_rank, wire)], lambda results: results[0])
+    return Pending([Overwriting(target, root, wire)], lambda results: results[0])
 
 
 class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
@@ -84,7 +85,7 @@ class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> torch.Tensor:
         """The root's."""
-        ctx.root_rank, ctx.name = root_rank, f"{wire_name('broadcast', name, tensor)}.grad"
+        ctx.is_root, ctx.name = _adapter.session().rank == root_rank, f"{wire_name('broadcast', name, tensor)}.grad"
         result: torch.Tensor = _begin_broadcast(tensor, root_rank, name, False, process_set).wait()
         return result
 
@@ -92,7 +93,7 @@ class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         """Of the root's, the average of all; of all others, which have no influence, none."""
         average = push_pull(gradient, average=True, name=ctx.name)
-        return average if _adapter.session().rank == ctx.root_rank else torch.zeros_like(gradient), None, None, None
+        return average if ctx.is_root else torch.zeros_like(gradient), None, None, None
 
 
 @outside_graphs
@@ -139,10 +140,11 @@ def _checked_splits(tensor: torch.Tensor, splits: _Splits) -> list[int]:
         return [rows // size] * size
     if isinstance(splits, torch.Tensor) and (splits.dim() != 1 or splits.is_floating_point()):
         raise ConfigError(f"alltoall: splits is a tensor of shape {tuple(splits.shape)} and {splits.dtype}; one dimension of integers is needed")
-    given = splits.tolist() if isinstance(splits, torch.Tensor) else list(splits)
-    if len(given) != size or not all(type(n) is int for n in given) or min(given) < 0 or sum(given) > rows:
-        raise ConfigError(f"alltoall: splits={given}: {size} numbers from 0, one for each worker, of at most {rows} rows together are needed")
-    return given
+    given = splits.tolist() if isinstance(splits, torch.Tensor) else list(splits) if isinstance(splits, Iterable) else []
+    numbers = [n for n in map(integer, given) if n is not None and n >= 0]
+    if len(given) != size or len(numbers) != size or sum(numbers) > rows:
+        raise ConfigError(f"alltoall: splits={splits!r}: {size} integers from 0, one for each worker, of at most {rows} rows together are needed")
+    return numbers
 
 
 def _begin_alltoall(tensor: torch.Tensor, splits: list[int], dtype: torch.dtype, wire: str) -> Pending:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -18,9 +19,10 @@ class ProcessSet:
     """Some of the workers, by rank: all of them, or a set that every verb refuses, since a sum over summation servers takes all."""
 
     def __init__(self, ranks: Sequence[int] | None) -> None:
-        if ranks is not None and not (isinstance(ranks, Sequence) and all(isinstance(r, int) for r in ranks)):
-            raise ConfigError(f"ProcessSet: ranks={ranks!r}: a list of ranks is needed, or None for all workers")
-        self.ranks: list[int] | None = None if ranks is None else sorted(ranks)
+        known = [r for r in map(_adapter.integer, ranks) if r is not None and r >= 0] if isinstance(ranks, Sequence) else []
+        if ranks is not None and not (isinstance(ranks, Sequence) and len(set(known)) == len(ranks)):
+            raise ConfigError(f"ProcessSet: ranks={ranks!r}: a list of ranks from 0, each once, is needed, or None for all workers")
+        self.ranks: list[int] | None = None if ranks is None else sorted(known)
 
     def size(self) -> int:
         """How many workers it has. Raises :class:`~bpsx.errors.NotInitializedError` where that is not known yet."""
@@ -59,7 +61,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """False: the workers of a job cannot be removed from it."""
+    """False: the workers of a job cannot be removed from it. Raises :class:`ConfigError` for what is no set."""
+    check_process_set(process_set)
     return False
 
 
@@ -108,12 +111,15 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     api.barrier()
 
 
-def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Record a timeline of what begins from now on; :func:`stop_timeline` writes worker 0's to ``file_path``, and every worker's own to its place
-    in ``BYTEPS_TRACE_DIR``. ``mark_cycles`` is ignored: there are no cycles."""
+    in ``BYTEPS_TRACE_DIR``. ``mark_cycles`` is ignored: there are no cycles. Raises :class:`ConfigError` for what is no path."""
     global _timeline
+    path = os.fsdecode(file_path) if isinstance(file_path, (str, bytes, os.PathLike)) else ""
+    if not path:
+        raise ConfigError(f"start_timeline: file_path={file_path!r}: the path of a file is needed")
     api.trace_start()
-    _timeline = file_path
+    _timeline = path
 
 
 def stop_timeline() -> None:

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
+from bpsx._adapter import check_name
 from bpsx.errors import ConfigError
-from bpsx.torch.ops import check_name, check_rows, check_tensor, outside_graphs, unnamed
+from bpsx.torch.ops import check_rows, check_tensor, outside_graphs, unnamed
 
 
 class Part(Protocol):

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 
 from bpsx import _adapter
+from bpsx._adapter import check_name
 from bpsx.errors import ConfigError
-from bpsx.torch.compression import Compression, Compressor
+from bpsx.torch.compression import Compression, Compressor, check_compression
 from bpsx.torch.gather import all_gather_async
 from bpsx.torch.horovod.job import ProcessSet, check_process_set, global_process_set
 from bpsx.torch.horovod.pending import Pending, group_names, needs_gradient, wire_name
-from bpsx.torch.ops import UnsupportedTensor, check_name, check_replaceable, mark_written, outside_graphs, push_pull, submit, summable, unnamed
+from bpsx.torch.ops import UnsupportedTensor, check_replaceable, mark_written, outside_graphs, push_pull, submit, summable, unnamed
 from bpsx.torch.sparse import SparseSum, check_sparse
 
 
@@ -145,6 +146,7 @@ class _WithoutDerivative(torch.autograd.Function):  # type: ignore[misc]
 
 def reduced(tensor: torch.Tensor, name: str | None, how: How, compression: type[Compressor]) -> torch.Tensor:
     """The reduction as a new tensor, differentiable where it is a sum or an average."""
+    check_compression(compression, how.verb)
     wire = wire_name(how.verb, name, tensor)
     if how.op in _HERE:
         small, ctx = compression.compress(tensor.detach())
@@ -160,6 +162,7 @@ def reduced(tensor: torch.Tensor, name: str | None, how: How, compression: type[
 
 def reduced_group(tensors: Sequence[torch.Tensor], name: str | None, how: How, compression: type[Compressor]) -> list[torch.Tensor]:
     """All of them, at once unless autograd follows one."""
+    check_compression(compression, how.verb)
     named = list(zip(tensors, group_names(how.verb, name, tensors)))
     if needs_gradient(tensors):
         return [reduced(t, n, how, compression) for t, n in named]

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from bpsx._adapter import integer
 from bpsx.errors import ConfigError
 from bpsx.torch import broadcast, objects
 from bpsx.torch.compression import Compression, Compressor
@@ -69,7 +70,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 
 def _check_groups(num_groups: Any, groups: Any) -> None:
     for argument, count in (("num_groups", num_groups), ("groups", 0 if groups is None or isinstance(groups, Sequence) else groups)):
-        if not isinstance(count, int) or count < 0:
+        number = integer(count)
+        if number is None or number < 0:
             raise ConfigError(f"DistributedOptimizer: {argument}={count!r}: allowed are integers from 0"
                               f"{' and lists of lists of parameters' if argument == 'groups' else ''}")
     if isinstance(groups, Sequence):

@@ -16,7 +16,7 @@ from bpsx import _adapter
 from bpsx.api import local_rank, local_size, rank, size
 from bpsx.errors import ConfigError
 from bpsx.torch.broadcast import broadcast_parameters, bytes_view
-from bpsx.torch.compression import Compression, Compressor
+from bpsx.torch.compression import Compression, Compressor, check_compression
 from bpsx.torch.ops import check_tensor, declare, poll, push_pull_async_inplace, synchronize
 from bpsx.torch.parallel.averaging import Averaging
 
@@ -68,6 +68,10 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
 
     def __init__(self, module: nn.Module, device_ids: Any = None, broadcast_buffers: bool = True,
                  compression: type[Compressor] = Compression.none, **options: Any) -> None:
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"DistributedDataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed")
+        check_compression(compression, "DistributedDataParallel")
+        broadcast_buffers = _flag("broadcast_buffers", broadcast_buffers)
         init_sync = _checked(device_ids, options)
         session = _adapter.session()
         if session.config.asynchronous:
@@ -135,7 +139,13 @@ def _checked(device_ids: Any, options: dict[str, Any]) -> bool:
             raise ConfigError(f"DistributedDataParallel: dim={value!r}; allowed is 0")
         if option not in _REFUSED | _CHANGE_NOTHING | {"dim", "init_sync"}:
             raise TypeError(f"DistributedDataParallel: unknown option {option!r}")
-    return bool(options.get("init_sync", True))
+    return _flag("init_sync", options.get("init_sync", True))
+
+
+def _flag(option: str, value: Any) -> bool:
+    if not isinstance(value, int):      # a string that says no would be a yes
+        raise ConfigError(f"DistributedDataParallel: {option} must be True or False, not {value!r}")
+    return bool(value)
 
 
 def _tensors_in(outputs: Any) -> Iterator[torch.Tensor]:

@@ -1,0 +1,73 @@
+"""Bad names, priorities and ranks, and what counts as an integer; on a session of one worker, which sends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bpsx
+from bpsx import api
+from bpsx.arguments import checked_root, integer
+from bpsx.config import Config
+from bpsx.errors import ConfigError
+from bpsx.session import Session
+
+ARRAY = np.ones(3, np.float32)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
+    ours = Session(Config(role="worker", num_worker=1, num_server=0))
+    monkeypatch.setattr(api, "session", lambda: ours)
+    yield ours
+    ours.close()
+
+
+@pytest.mark.parametrize("value, expected", [
+    (3, 3), (-2**70, -2**70), (np.int64(3), 3), (np.uint8(3), 3), (np.array(3), 3),
+    (True, None), (np.True_, None), (3.0, None), (np.float32(3), None), ("3", None), (None, None), ([3], None), (np.array([3, 4]), None),
+], ids=repr)
+def test_what_is_an_integer(value: Any, expected: int | None) -> None:
+    found = integer(value)
+    assert found == expected and type(found) is type(expected)
+
+
+@pytest.mark.parametrize("root", [True, "1", 1.0, None, -1, 3, [1]], ids=repr)
+def test_roots(root: Any) -> None:
+    with pytest.raises(ConfigError, match="^some verb: root_rank=.*: allowed are 0 to 2$"):
+        checked_root(root, "some verb", 3)
+    assert type(checked_root(np.int64(2), "some verb", 3)) is int
+
+
+@pytest.mark.parametrize("verb", [bpsx.push_pull, bpsx.push_pull_async])
+@pytest.mark.parametrize("options, message", [
+    *(({"priority": p}, "push_pull: priority=.*: allowed are integers from -2147483648 to 2147483647")
+      for p in ("high", 1.5, None, True, 2**31, -2**40)),
+    ({"name": ""}, "push_pull: name must be a string, not an empty one"), ({"name": 5}, "push_pull: name must be a string, not int"),
+    ({"name": ["a"]}, "push_pull: name must be a string, not list"),
+    ({"name": "\ud800"}, "a name is a string of 1 to 4096 bytes of UTF-8"), ({"name": "x" * 4097}, "a name is a string of 1 to 4096 bytes"),
+], ids=lambda v: repr(v)[:40])
+def test_push_pull(alone: Session, verb: Callable[..., Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        verb(ARRAY, **options)
+    for priority in (np.int64(2**31 - 1), -2**31):
+        assert bpsx.synchronize(bpsx.push_pull_async(ARRAY, priority=priority)).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("name", [5, None, "", "\ud800", "ü" * 2049, ["a"]], ids=lambda v: repr(v)[:10])
+def test_declare(alone: Session, name: Any) -> None:
+    with pytest.raises(ConfigError, match="^declare: name .*: a name is a string of 1 to 4096 bytes of UTF-8$"):
+        bpsx.declare(name)
+    assert bpsx.declare("ü" * 2048) == 0
+
+
+def test_broadcast(alone: Session) -> None:
+    for root in (True, "0", 0.0, None, 1):
+        with pytest.raises(ConfigError, match="^broadcast: root_rank=.*: allowed are 0 to 0$"):
+            bpsx.broadcast(ARRAY, root)     # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="^broadcast: name must be a string, not int"):
+        bpsx.broadcast(ARRAY, name=5)       # type: ignore[arg-type]
+    assert bpsx.broadcast(ARRAY, np.int64(0)).tolist() == [1, 1, 1]    # type: ignore[arg-type]
