@@ -15,7 +15,9 @@ from torch import nn
 from torch_job import Finished, each, run_job
 
 import bpsx.torch as bps
+from bpsx.errors import MismatchError
 from bpsx.torch.cross_barrier import CrossBarrier, _CrossBarrier
+from bpsx.torch.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.timeout(300)
 STEPS, BATCH = 5, 4
@@ -311,7 +313,37 @@ def job_layouts() -> Any:
     return found
 
 
-JOBS = ["job_stories", "job_crossed", "job_passes", "job_checkpoint", "job_layouts"]
+def _frozen_somewhere(kind: str, when: int) -> tuple[str, list[torch.Tensor]]:
+    """The last worker freezes a parameter in step ``when``. What all are told, and the weights after they have gone on together."""
+    torch.manual_seed(8)
+    model: Any = nn.ModuleDict({"table": nn.Embedding(5, 4, sparse=kind == "sparse"), "out": nn.Linear(4, 2)}).double()
+    names = [(f"{kind}.{when}.{n}", p) for n, p in model.named_parameters()]
+    plain, inner = optim.SGD(model.parameters(), lr=0.1), model
+    if kind == "ddp":
+        inner.forward = lambda rows: inner.out(inner.table(rows))
+        model, optimizer = DistributedDataParallel(inner), plain
+    else:
+        optimizer = CrossBarrier(model, plain, names) if kind == "crossed" else bps.DistributedOptimizer(plain, names)
+        model = lambda rows: inner.out(inner.table(rows))      # noqa: E731
+    said = ""
+    for step in range(4):
+        inner.table.weight.requires_grad_(not (step == when and bps.rank() == bps.size() - 1))
+        optimizer.zero_grad()
+        try:
+            model(torch.tensor([bps.rank(), 4])).pow(2).sum().backward()
+            optimizer.step()
+            applied(optimizer)
+        except MismatchError as e:
+            said += str(e)
+    return said, weights(inner)
+
+
+def job_frozen_somewhere() -> Any:
+    return {(kind, when): _frozen_somewhere(kind, when) for kind in FROZEN for when in (0, 2)}
+
+
+FROZEN = ["optimizer", "sparse", "crossed", "ddp"]
+JOBS = ["job_frozen_somewhere", "job_stories", "job_crossed", "job_passes", "job_checkpoint", "job_layouts"]
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{} workers".format)
@@ -357,6 +389,15 @@ def test_the_number_of_passes_may_change(job: Finished) -> None:
 def test_checkpoint_and_resume(job: Finished, read_by: str) -> None:
     through = job.results[0]["job_checkpoint"][0]
     check([r["job_checkpoint"][2 if read_by == "all" else 1] for r in job.results.values()], through)
+
+
+@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize("kind", FROZEN)
+def test_a_parameter_that_is_frozen_on_one_worker_only(job: Finished, kind: str, when: int) -> None:
+    told = [found[kind, when] for found in each(job, "job_frozen_somewhere")]
+    for said, mine in told:
+        assert f"table.weight' is trained on {len(told) - 1} workers and frozen (requires_grad=False) on 1" in said
+        assert all(map(torch.equal, mine, told[0][1])), "the same bits on all workers"
 
 
 def test_layouts(job: Finished) -> None:

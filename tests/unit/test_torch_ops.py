@@ -18,6 +18,7 @@ from bpsx import _adapter
 from bpsx.dtypes import UnsupportedDType
 from bpsx.errors import BpsxError, ConfigError, NotInitializedError
 from bpsx.torch import ops
+from bpsx.torch.cross_barrier import CrossBarrier
 from bpsx.torch.parallel import DistributedDataParallel
 
 VERBS = [bps.push_pull, bps.push_pull_async, bps.push_pull_inplace, bps.push_pull_async_inplace]
@@ -176,6 +177,7 @@ def test_what_is_no_compressor(fake: FakeSession, compression: object) -> None:
         "push_pull": lambda: bps.push_pull(torch.zeros(2), compression=compression),    # type: ignore[arg-type]
         "DistributedOptimizer": lambda: bps.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1), compression=compression),      # type: ignore[arg-type]
+        "CrossBarrier": lambda: CrossBarrier(model, torch.optim.SGD(model.parameters(), lr=0.1), compression=compression),    # type: ignore[arg-type]
         "DistributedDataParallel": lambda: DistributedDataParallel(model, compression=compression),     # type: ignore[arg-type]
         "DDPHookState": lambda: bps.DDPHookState(compression=compression),      # type: ignore[arg-type]
         "allreduce": lambda: hvd.allreduce(torch.zeros(2), compression=compression),    # type: ignore[arg-type]

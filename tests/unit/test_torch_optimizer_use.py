@@ -15,6 +15,7 @@ from torch_fake import DATA, NAMES, FakeSession, backward, network, sgd
 import bpsx.torch as bps
 from bpsx import _adapter
 from bpsx.errors import ConfigError, NotInitializedError, PeerLostError
+from bpsx.torch.cross_barrier import CrossBarrier
 
 
 @pytest.fixture
@@ -114,6 +115,20 @@ def test_other_refusals(fake: FakeSession) -> None:
     replaced.step = lambda: None    # type: ignore[method-assign]
     with pytest.raises(ValueError, match="replaced this optimizer's step"):
         bps.DistributedOptimizer(replaced)
+
+
+@pytest.mark.parametrize("swapped, options, message", [
+    (True, {}, "CrossBarrier: optimizer is a Sequential; a torch.optim.Optimizer is needed"),
+    (False, {"named_parameters": 3}, r"CrossBarrier: named_parameters must be \(name, parameter\) pairs"),
+    (False, {"sparse_as_dense": "no"}, "CrossBarrier: sparse_as_dense must be True or False, not 'no'"),
+    (False, {"backward_passes_per_step": 0}, "CrossBarrier: backward_passes_per_step=0: allowed are integers from 1"),
+])
+def test_wrong_arguments_of_cross_barrier(fake: FakeSession, swapped: bool, options: dict[str, Any], message: str) -> None:
+    model = network()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=message):
+        CrossBarrier(*((optimizer, model) if swapped else (model, optimizer)), **options)
+    assert not fake.declared
 
 
 def test_before_init() -> None:

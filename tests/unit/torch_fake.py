@@ -113,7 +113,7 @@ class FakeSession:
         if push.name.startswith((KINDS, USED)):
             if self.others_use:
                 flags = memory(push.target)
-                (flags[0] if flags.ndim > 1 else flags)[...] += self.size - 1
+                (flags[0] if push.name.startswith(KINDS) else flags[:, 0])[...] += self.size - 1
             return
         wide = mine.astype(np.float64) if push.source.dtype in ("float16", "bfloat16") else mine
         rest = wide * (self.size - 1) if self.others is None else self.others(push.name, wide)

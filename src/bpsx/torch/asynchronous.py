@@ -9,8 +9,9 @@ import torch
 
 from bpsx import _adapter
 from bpsx.torch.broadcast import Overwriting
-from bpsx.torch.exchange import Exchange, ended, raise_first
+from bpsx.torch.exchange import Exchange
 from bpsx.torch.ops import Handle, check_tensor, check_writable, mark_written, submit, summable
+from bpsx.torch.under_way import ended, raise_first
 
 PREFIX = "Async."
 
@@ -55,7 +56,7 @@ class AsyncExchange(Exchange):
                 parameter = managed.parameter.detach()
                 before = self._before.get(id(managed.parameter))
                 if before is None or before.shape != parameter.shape or before.dtype != parameter.dtype:
-                    before = self._before[id(managed.parameter)] = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    before = self._before[id(managed.parameter)] = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
                 before.copy_(parameter)
         result = base(closure)
         failures: list[Exception] = []

@@ -10,8 +10,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from bpsx import _adapter
 from bpsx.errors import ConfigError
+from bpsx.torch.eager import eager
 from bpsx.torch.gather import all_gather_async
-from bpsx.torch.ops import check_tensor, outside_graphs, push_pull
+from bpsx.torch.ops import check_tensor, push_pull
 
 _numbers = itertools.count()
 
@@ -81,7 +82,7 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
             return result
         return self._synchronised(input)
 
-    @outside_graphs
+    @eager
     def _synchronised(self, input: torch.Tensor) -> torch.Tensor:
         if _adapter.session().config.asynchronous:
             raise ConfigError("SyncBatchNorm with BYTEPS_ENABLE_ASYNC=1: workers that do not wait for each other have no batches together")
@@ -120,13 +121,13 @@ def _joined(input: torch.Tensor, name: str) -> tuple[int, torch.Tensor, torch.Te
     Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979): no large numbers are subtracted from each other.
     """
     channels = input.shape[1]
-    mine = torch.zeros(2 * channels + 1, dtype=torch.float64)
+    mine = torch.zeros(2 * channels + 1, dtype=torch.float64, device="cpu")
     values = input.numel() // channels
     if values:
         variance, mean = torch.var_mean(input.to(_wide(input.dtype)), [0, *range(2, input.dim())], correction=0)
         mine[0], mine[1:channels + 1], mine[channels + 1:] = values, mean, variance.double() * values
     parts = all_gather_async([torch.empty_like(mine) for _ in range(_adapter.session().size)], mine, name).wait()
-    count, mean, squares = 0, torch.zeros(channels, dtype=torch.float64), torch.zeros(channels, dtype=torch.float64)
+    count, mean, squares = 0, torch.zeros(channels, dtype=torch.float64, device="cpu"), torch.zeros(channels, dtype=torch.float64, device="cpu")
     for part in parts:
         n = int(part[0])
         if n:

@@ -154,10 +154,10 @@ def capacity(length: int) -> int:
 def broadcast_bytes(text: bytes, root: int, name: str) -> bytes:
     """The root's ``text``, of any length, on all workers: its length first, so that the others know what to expect."""
     is_root = _adapter.session().rank == root
-    length = torch.tensor([len(text)], dtype=torch.int64)
+    length = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
     _broadcast_all([(".length", length)], root, name)
     n = int(length)
-    body = torch.zeros(capacity(n), dtype=torch.uint8)
+    body = torch.zeros(capacity(n), dtype=torch.uint8, device="cpu")
     if is_root and n:
         body[:n] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     if n:

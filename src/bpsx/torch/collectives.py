@@ -109,14 +109,14 @@ class Group:
         """Fill ``outputs[r]`` on worker ``root`` with worker r's ``mine``. The bytes come to all: a broadcast is to all."""
         checked_root(root, "gather", self.size)
         if root != self.rank:
-            outputs = [torch.empty(mine.shape, dtype=mine.dtype) for _ in range(self.size)]
+            outputs = [torch.empty(mine.shape, dtype=mine.dtype, device="cpu") for _ in range(self.size)]
         return self.all_gather(outputs, mine, "gather")
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Collective:
         """Overwrite ``output`` with worker ``root``'s ``inputs[rank]``."""
         checked_root(root, "scatter", self.size)
         check_tensor(output, "scatter: the output")
-        everything = torch.empty(self.size * output.numel(), dtype=output.dtype)
+        everything = torch.empty(self.size * output.numel(), dtype=output.dtype, device="cpu")
         mine = _equal_parts(everything, self.size)
         if root == self.rank:
             self._check_parts(inputs, output, "scatter", equal=True)
@@ -183,7 +183,7 @@ class Group:
                 raise ConfigError(f"{verb}: output {r} has {output.numel()} elements, worker {r} has {lengths[r][self.rank]} for it")
             check_writable(output, f"{verb}: output {r}")
             mark_written(output)
-        stages = [torch.empty(sum(row), dtype=inputs[0].dtype) for row in lengths]
+        stages = [torch.empty(sum(row), dtype=inputs[0].dtype, device="cpu") for row in lengths]
         stages[self.rank] = torch.cat([plain_copy(t).view(-1) for t in inputs])
         for stage, row, output in zip(stages, lengths, outputs):
             part = stage.split(row)[self.rank]
@@ -193,14 +193,14 @@ class Group:
 
     def _lengths(self, mine: list[int]) -> list[list[int]]:
         """Every worker's row of lengths."""
-        rows = [torch.tensor(mine) for _ in range(self.size)]
+        rows = [torch.tensor(mine, device="cpu") for _ in range(self.size)]
         if self.size > 1:
             all_gather_async(rows, rows[self.rank], f"{self.name}.lengths").wait()
         return [row.tolist() for row in rows]
 
     def barrier(self) -> Collective:
         """Ends when every worker has begun it."""
-        nothing = torch.zeros(1, dtype=torch.uint8)
+        nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
         return self.reduce_into(nothing, nothing, _Op.SUM, "barrier", will_wait=True)
 
     def _check_parts(self, parts: Sequence[torch.Tensor], mine: torch.Tensor, verb: str, equal: bool = False) -> None:
@@ -221,7 +221,7 @@ class Group:
         detached = tensor.detach()
         if is_plain(detached):
             return detached.view(-1), None
-        stage = plain_copy(tensor).view(-1) if read else torch.empty(tensor.numel(), dtype=tensor.dtype)
+        stage = plain_copy(tensor).view(-1) if read else torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
         return stage, functools.partial(_copy_home, tensor, stage)
 
 
@@ -235,7 +235,7 @@ def _packed(stage: torch.Tensor | None, length: int) -> torch.Tensor:
     Bytes are what PyTorch's object collectives send, of another number each time, and what a name means is never forgotten: so they are filled up
     to a capacity from a short series.
     """
-    whole = torch.zeros(capacity(length) + _LENGTH, dtype=torch.uint8)
+    whole = torch.zeros(capacity(length) + _LENGTH, dtype=torch.uint8, device="cpu")
     if stage is not None:
         whole[:length] = stage
         whole[-_LENGTH:] = torch.frombuffer(bytearray(length.to_bytes(_LENGTH, "little")), dtype=torch.uint8)
@@ -276,9 +276,9 @@ def _check_reduction(op: Any, dtype: torch.dtype, verb: str) -> Any:
     if kind == _Op.AVG and dtype == torch.bool:
         raise UnsupportedCollective(f"{verb}: there is no average of bool; use SUM (which is OR), MIN or MAX")
     try:
-        _REDUCTIONS[kind](torch.empty(0, dtype=dtype), torch.empty(0, dtype=dtype))
+        _REDUCTIONS[kind](torch.empty(0, dtype=dtype, device="cpu"), torch.empty(0, dtype=dtype, device="cpu"))
     except (RuntimeError, TypeError) as e:
-        if kind not in (_Op.SUM, _Op.AVG) or dtype_name(torch.empty(0, dtype=dtype)) not in BY_NAME:
+        if kind not in (_Op.SUM, _Op.AVG) or dtype_name(torch.empty(0, dtype=dtype, device="cpu")) not in BY_NAME:
             raise UnsupportedCollective(f"{verb}: PyTorch has no {_name_of(op)} of {str(dtype).removeprefix('torch.')}: {e}") from e
     return kind
 

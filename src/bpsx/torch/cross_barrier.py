@@ -21,10 +21,12 @@ from bpsx.errors import ConfigError
 from bpsx.torch import init
 from bpsx.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from bpsx.torch.compression import Compression, Compressor
-from bpsx.torch.exchange import Exchange, GradientOrderError, Kind, Managed, Round, _Pushed, ended, raise_first
+from bpsx.torch.eager import eager
+from bpsx.torch.exchange import Exchange, GradientOrderError, Kind, Managed, Round
 from bpsx.torch.ops import poll, push_pull_async_inplace, synchronize
-from bpsx.torch.optimizer import _DistributedOptimizer, check_optimizer, checked_passes, mix_in, names_of
+from bpsx.torch.optimizer import _DistributedOptimizer, check_optimizer, check_options, checked_passes, mix_in, names_of
 from bpsx.torch.serving import Serving, check_model
+from bpsx.torch.under_way import Pushed, ended, raise_first
 
 #: BytePS's name for it, which this module of its offers too.
 byteps_push_pull = push_pull_async_inplace
@@ -75,16 +77,17 @@ def CrossBarrier(  # noqa: N802  (BytePS's name)
     parameters, compiled and scripted modules, and asynchronous training. Whatever makes a push fail is raised by the forward pass, or what else comes
     first, that waits for it; weights may then be of two different steps, which a note on the exception says. Not thread-safe.
     """
-    check_optimizer(optimizer)
+    check_optimizer(optimizer, "CrossBarrier")
+    check_options(compression, sparse_as_dense, "CrossBarrier")
     _check_alone(optimizer)
     check_model(model)
     if not isinstance(num_steps, int) or num_steps < 1:
         raise ConfigError(f"CrossBarrier: num_steps={num_steps!r}: allowed are integers from 1")
-    names = names_of(optimizer, named_parameters)
+    names = names_of(optimizer, named_parameters, "CrossBarrier")
     config = _adapter.session().config
     if config.asynchronous:
         raise ConfigError("CrossBarrier: BYTEPS_ENABLE_ASYNC=1 has no barrier to cross: use DistributedOptimizer")
-    barrier = _Barrier(names, compression, checked_passes(backward_passes_per_step), config.distributed, num_steps, sparse_as_dense)
+    barrier = _Barrier(names, compression, checked_passes(backward_passes_per_step, "CrossBarrier"), config.distributed, num_steps, sparse_as_dense)
     mixed = cast("_CrossBarrier", mix_in(_CrossBarrier, optimizer, barrier))
     mixed._barrier = barrier
     barrier.serve(model, mixed)
@@ -111,7 +114,7 @@ class _Barrier(Exchange):
 
     def __init__(self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor], passes: int, active: bool, steps: int,
                  sparse_as_dense: bool) -> None:
-        self._pending: dict[int, tuple[Managed, _Pushed]] = {}     # by id of parameter: stepped, not updated
+        self._pending: dict[int, tuple[Managed, Pushed]] = {}     # by id of parameter: stepped, not updated
         self._stepped: Round | None = None                          # in which it has been pushed
         self._options: list[_Noted] = []                            # of each group, when step() was called
         self._parts = 0                                             # in how many the update has been made so far
@@ -195,11 +198,13 @@ class _Barrier(Exchange):
         self._push_missing(now)
         ours = [m for m in self._managed if m.pushed is not None]
         if any(now.failures):
-            now.failures += [self._try(self._receive, m) for m in ours]
+            for managed in ours:
+                self._await(self._receive, managed, now)
+            self._heed(now)
             self._round = None
             raise_first(now.failures)
         for managed in ours:
-            assert isinstance(managed.pushed, _Pushed)
+            assert isinstance(managed.pushed, Pushed)
             self._pending[id(managed.parameter)] = managed, managed.pushed
             managed.pushed = None
         self._stepped, self._round = now, None
@@ -226,7 +231,7 @@ class _Barrier(Exchange):
         now = self._stepped
         if not due or now is None:
             return
-        self._heed(now, self._managed)
+        self._heed(now)
         for key in due:     # what interrupts this leaves everything as it was; what has failed is told below
             ended(self._pending[key][1])
         pending = [*(self._pending.pop(key) for key in due), *self._arrived()]
@@ -248,7 +253,7 @@ class _Barrier(Exchange):
                 managed.parameter.grad = grad
         self._let_go()
 
-    def _arrived(self) -> list[tuple[Managed, _Pushed]]:
+    def _arrived(self) -> list[tuple[Managed, Pushed]]:
         """Take out what has come home. It comes by urgency, which is the order here: what follows one that has not is not looked at.
 
         The first step is made module by module, so that an optimizer that looks across parameters is found out whatever the network does."""
@@ -257,7 +262,7 @@ class _Barrier(Exchange):
         arrived = list(itertools.takewhile(lambda key: self._pending[key][1].handle.done(), self._pending))
         return [self._pending.pop(key) for key in arrived]
 
-    def _receive_all(self, pending: list[tuple[Managed, _Pushed]]) -> list[Exception | None]:
+    def _receive_all(self, pending: list[tuple[Managed, Pushed]]) -> list[Exception | None]:
         def receive(managed: Managed) -> None:
             self._receive(managed)
 
@@ -427,9 +432,12 @@ class _CrossBarrier(_DistributedOptimizer):
         self._apply_pending()
         self._barrier.look()
 
+    @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluate ``closure`` once, if given, and return its result. The update is made in the next forward pass."""
         barrier = self._barrier
+        if barrier.active:
+            barrier.check_knows(vars(self)["param_groups"])
         at_once = not barrier.can_defer(self) or not self._should_synchronize
         loss = None
         if closure is not None:
@@ -449,6 +457,7 @@ class _CrossBarrier(_DistributedOptimizer):
         if not self._barrier.idle:
             super().synchronize()
 
+    @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the base class; gradients of a step that is pending still count."""
         barrier = self._barrier

@@ -68,7 +68,8 @@ class Encoder:
                          "float, complex, str, bytes, and tuples, lists, sets, dicts of these")
 
     def _bytes_aside(self, value: bytes | bytearray, where: str) -> int:
-        return self._put_aside(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.zeros(0, dtype=torch.uint8), where)
+        empty = torch.zeros(0, dtype=torch.uint8, device="cpu")
+        return self._put_aside(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else empty, where)
 
     def _put_aside(self, tensor: torch.Tensor, where: str) -> int:
         check_tensor(tensor, f"{self._verb}: {where}")
@@ -109,4 +110,4 @@ def empty_for(described: dict[str, Any]) -> torch.Tensor:
     dtype = getattr(torch, described["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         raise StateError(f"a tensor of the unknown dtype {described['dtype'][:40]!r} has arrived")
-    return torch.zeros(described["shape"], dtype=dtype)
+    return torch.zeros(described["shape"], dtype=dtype, device="cpu")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from bpsx import _adapter
-from bpsx.errors import BpsxError, MismatchError
+from bpsx.errors import BpsxError, ConfigError, MismatchError
 from bpsx.torch.compression import Compressor, NoneCompressor
+from bpsx.torch.eager import eager
 from bpsx.torch.ops import Handle, check_tensor, check_writable, mark_written, submit, summable
 from bpsx.torch.sparse import DENSE, SparseSum, check_sparse, empty_like
+from bpsx.torch.under_way import Pushed, ended, is_alone, is_shared, raise_first, version, zero_gradient
 from bpsx.torch.users import Users
 
 PREFIX = "Gradient."
@@ -33,23 +34,6 @@ class Kind(Enum):
     SPARSE = "sparse"
 
 
-@dataclass
-class _Pushed:
-    """A gradient under way: ``gradient`` is what the average goes into, ``ctx`` the compressor's, ``version`` the gradient's when it left."""
-
-    gradient: torch.Tensor
-    handle: Handle
-    ctx: Any
-    version: int | None
-
-    def done(self) -> bool:
-        return self.handle.done()
-
-    def wait(self) -> torch.Tensor:
-        received: torch.Tensor = self.handle.wait()
-        return received
-
-
 class Managed:
     """A parameter: its name on the wire, its urgency, the backward passes left until it is pushed, and the push."""
 
@@ -57,7 +41,7 @@ class Managed:
         self.name, self.parameter, self.priority, self.passes_left = name, parameter, priority, passes
         self.wire, self.what = PREFIX + name, f"gradient of {name!r}"
         self.hook: Any = None
-        self.pushed: _Pushed | SparseSum | None = None
+        self.pushed: Pushed | SparseSum | None = None
         self.kind: Kind | None = None       # None: the workers have not agreed yet
         self.sparse_dim = 1
         self.deferred = False               # a sparse gradient that is complete, and waits for that
@@ -80,7 +64,8 @@ class Round:
     def __init__(self, failures: list[Exception]) -> None:
         self.failures: list[Exception | None] = [*failures]
         self.users: Users | None = None     # begun, not heeded
-        self.pushed = False                 # everything has been
+        self.frozen: set[int] = set()       # by id of Managed: what this worker does not push
+        self.pushed = False                 # everything else has been
 
 
 class Exchange:
@@ -143,6 +128,15 @@ class Exchange:
         """Whether every grad still is the average that an implicit wait has left there."""
         return self.implicit and self.synchronized and all(m.averaged is None or m.parameter.grad is m.averaged[0] for m in self._managed)
 
+    def check_knows(self, groups: list[dict[str, Any]]) -> None:
+        """Raise :class:`ConfigError` for a parameter in ``groups`` that is not exchanged: it would differ between workers."""
+        known = {id(m.parameter) for m in self._managed}
+        for g, group in enumerate(groups):
+            for i, parameter in enumerate(dict.__getitem__(group, "params")):
+                if id(parameter) not in known:
+                    raise ConfigError(f"group {g}, index {i}, shape {tuple(parameter.shape)}: this parameter was put into the optimizer by hand, and "
+                                      "its gradients would not be exchanged: use add_param_group(), or make the optimizer distributed afterwards")
+
     def attach(self) -> None:
         """Hang hooks on parameters that require a gradient and have none yet (PyTorch allows no hook on a frozen one)."""
         if not self.active:
@@ -199,7 +193,7 @@ class Exchange:
             self.implicit = True
             for managed in self._managed:
                 gradient = managed.parameter.grad
-                managed.averaged = None if gradient is None else (gradient, _version(gradient))
+                managed.averaged = None if gradient is None else (gradient, version(gradient))
 
     def complete(self, discard: bool = False) -> None:
         """Push what is missing, wait for everything. Raises the first failure, after the last push has ended.
@@ -215,10 +209,11 @@ class Exchange:
         ours = [m for m in self._managed if m.pushed is not None]
         for managed in ours:
             if isinstance(managed.pushed, SparseSum):
+                self._heed(now)
                 managed.pushed.advance()
-        receive = self._discard if discard else self._receive
-        now.failures += [self._try(receive, m) for m in ours]
-        self._heed(now, self._managed)
+        for managed in ours:
+            self._await(self._discard if discard else self._receive, managed, now)
+        self._heed(now)
         for managed in self._managed:
             if not managed.wanted:
                 managed.parameter.grad = None
@@ -238,7 +233,7 @@ class Exchange:
         if now.pushed:
             return
         try:
-            now.users = now.users or Users((m.pushed is not None or m.parameter.grad is not None for m in self._managed), self._managed[0].name)
+            self._count(now, lambda m: m.pushed is not None or m.parameter.grad is not None, self._managed[0].name)
         except Exception as e:
             now.failures.append(e)
         now.failures += [self._try(self._push, m) for m in self._managed if m.parameter.requires_grad and m.wanted and m.pushed is None]
@@ -246,18 +241,46 @@ class Exchange:
         self._begun = False
         now.pushed = True
 
-    @staticmethod
-    def _heed(now: Round, counted: list[Managed]) -> None:
-        """Find out which gradients of those ``counted`` nobody has had, so that zeros have stood in for them everywhere."""
+    def _count(self, now: Round, used: Callable[[Managed], bool], name: str) -> None:
+        """Begin to sum who has ``used`` what."""
+        if now.users is None:
+            now.frozen = {id(m) for m in self._managed if m.pushed is None and not m.parameter.requires_grad}
+            now.users = Users(((used(m), id(m) not in now.frozen) for m in self._managed), name)
+
+    def _await(self, receive: Callable[[Managed], None], managed: Managed, now: Round) -> None:
+        """Let ``receive`` wait for a push. Before anything is really waited for, the workers have to be at one about what is pushed."""
+        assert managed.pushed is not None
+        if not managed.pushed.done():
+            self._heed(now)
+        now.failures.append(self._try(receive, managed))
+
+    def _heed(self, now: Round) -> None:
+        """Find out which gradients nobody has had, so that zeros have stood in for them everywhere; and what is frozen on some workers only, which
+        fails on all of them. Those that have frozen it push zeros, or the others would wait, and be given a later step's gradient."""
         if now.users is None:
             return
         failure = ended(now.users)
-        if failure is None:
-            for managed, n in zip(counted, now.users.wait(), strict=True):
-                managed.wanted = n > 0
-        else:
+        users, now.users = now.users, None
+        if failure is not None:
             now.failures.append(failure)
-        now.users = None
+            return
+        for managed, count in zip(self._managed, users.wait(), strict=True):
+            managed.wanted = count.used > 0
+            if count.trained and count.frozen:
+                now.failures.insert(0, MismatchError(
+                    f"{managed.name!r} is trained on {count.trained} workers and frozen (requires_grad=False) on {count.frozen}: freeze and thaw "
+                    "parameters on all workers in the same step"))
+                if id(managed) in now.frozen:
+                    now.failures.append(self._try(self._stand_in, managed))
+
+    def _stand_in(self, managed: Managed) -> None:
+        """Push zeros for a parameter that is frozen here and not elsewhere."""
+        gradient, managed.parameter.grad = managed.parameter.grad, None
+        try:
+            self._push(managed)
+        finally:
+            managed.parameter.grad = gradient
+        self._discard(managed)
 
     @staticmethod
     def _try(act: Callable[[Managed], None], managed: Managed) -> Exception | None:
@@ -290,7 +313,7 @@ class Exchange:
                 return []
             told = self._kinds(unknown)
             try:
-                self._asking = unknown, told, submit(told, told, f"{KINDS}{unknown[0].name}", average=False, priority=1)
+                self._asking = unknown, told, submit(told, told, f"{KINDS}{self._managed[0].name}", average=False, priority=1)
             except Exception as e:
                 return self._unknown_yet(unknown, e)
         unknown, told, handle = self._asking
@@ -303,11 +326,11 @@ class Exchange:
     @staticmethod
     def _kinds(unknown: list[Managed]) -> torch.Tensor:
         """By parameter: workers with a dense gradient (here 0 or 1), with a sparse one, and the sparse dimensions of the latter."""
-        told = torch.zeros(3, len(unknown), dtype=torch.int32)
+        told = torch.zeros(3, len(unknown), dtype=torch.int32, device="cpu")
         for i, m in enumerate(unknown):
             if m.pushed is None and m.is_sparse():
                 assert m.parameter.grad is not None
-                told[1:, i] = torch.tensor([1, m.parameter.grad.sparse_dim()], dtype=torch.int32)
+                told[1, i], told[2, i] = 1, m.parameter.grad.sparse_dim()
             elif m.pushed is not None or m.parameter.grad is not None:
                 told[0, i] = 1
         return told
@@ -341,16 +364,18 @@ class Exchange:
         parameter = managed.parameter
         managed.stands_in = parameter.grad is None
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+            parameter.grad = zero_gradient(parameter)
         elif managed.is_sparse():
             parameter.grad = parameter.grad.detach().to_dense()
         gradient = parameter.grad
         assert gradient is not None
         check_tensor(gradient, managed.what)
         check_writable(gradient, managed.what)
-        wire, ctx = self._compression.compress(gradient.detach())      # its own: `grad.data` may be set to other memory meanwhile
+        own = not is_shared(gradient)
+        plain = gradient.detach()       # ours: `grad.data` may be set to other memory meanwhile
+        wire, ctx = self._compression.compress(plain if own else plain.clone())
         handle = submit(wire, wire, managed.wire, average=self._average, priority=managed.priority)
-        managed.pushed = _Pushed(gradient, handle, ctx, _version(gradient))
+        managed.pushed = Pushed(gradient, handle, ctx, own)
 
     def _push_sparse(self, managed: Managed) -> None:
         gradient = managed.parameter.grad
@@ -383,17 +408,16 @@ class Exchange:
                 managed.parameter.grad = total
             return
         gradient = pushed.gradient
-        written = pushed.version is not None and gradient._version != pushed.version and _is_alone(gradient)
         received = pushed.wait()
         managed.pushed = None
-        if pushed.ctx is not None or received.data_ptr() != gradient.data_ptr():
+        if pushed.ctx is not None or not pushed.own or received.data_ptr() != gradient.data_ptr():
             with torch.no_grad():
                 gradient.detach().copy_(self._compression.decompress(received, pushed.ctx))
         else:
             mark_written(gradient)
         if managed.parameter.grad is not gradient:
             managed.parameter.grad = gradient
-        if written:
+        if pushed.written:
             raise GradientOrderError(
                 f"the gradient of {managed.name!r} was written to while it was under way, so what the workers have summed is not what backward "
                 "computed: call the optimizer's synchronize() first, then change gradients, then step() inside skip_synchronize()")
@@ -401,55 +425,17 @@ class Exchange:
     def _check_not_added(self, managed: Managed) -> None:
         """After an implicit wait the next gradients must be a new step's, not more of this one's: those the others would not have."""
         gradient, averaged = managed.parameter.grad, managed.averaged
-        if averaged is not None and gradient is averaged[0] and averaged[1] is not None and _version(gradient) == averaged[1] + 1 \
-                and _is_alone(gradient):
+        if averaged is not None and gradient is averaged[0] and averaged[1] is not None and version(gradient) == averaged[1] + 1 \
+                and is_alone(gradient):
             raise GradientOrderError(
                 f"the gradient of {managed.name!r} was computed after the optimizer's param_groups had been read, which waits for gradients under "
                 "way: read them before the first or after the last backward() of a step, or call zero_grad() to begin anew")
 
 
-class _Waited(Protocol):
-    def done(self) -> bool: ...
-
-    def wait(self) -> Any: ...
-
-
-def ended(operation: _Waited) -> Exception | None:
-    """Wait until ``operation`` has ended. Returns what made it fail, and raises what has interrupted the wait: then it is still under way."""
-    try:
-        operation.wait()
-    except Exception as e:
-        if not operation.done():
-            raise
-        return e
-    return None
-
-
-def raise_first(failures: list[Exception | None] | list[Exception]) -> None:
-    """Raise the first of them, if any. The list is emptied: from its caller's frame, which the exception refers to, it would refer to the exception,
-    and with it the optimizer and its hooks would live until the garbage collection."""
-    first = next((f for f in failures if f is not None), None)
-    failures.clear()
-    if first is not None:
-        try:
-            raise first
-        finally:
-            del first
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    """How often ``tensor``, or another one in the same memory, has been written to; None if nobody counts."""
-    return tensor._version if tensor.layout is torch.strided and not tensor.is_inference() else None
-
-
-def _is_alone(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor can live in the same memory, and so share its version counter."""
-    return bool(tensor.untyped_storage().nbytes() == tensor.nbytes)
-
-
 def _hook_for(exchange: weakref.ref[Exchange], managed: Managed) -> Callable[[torch.Tensor], None]:
     whose = weakref.ref(managed)    # it knows the parameter, which would never go if its own hook knew it
 
+    @eager
     def hook(_: torch.Tensor) -> None:
         alive, concerned = exchange(), whose()
         if alive is not None and concerned is not None:

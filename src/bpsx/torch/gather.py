@@ -18,6 +18,7 @@ from bpsx import _adapter
 from bpsx._adapter import check_name
 from bpsx.errors import MismatchError
 from bpsx.torch.broadcast import bytes_view, capacity
+from bpsx.torch.eager import eager
 from bpsx.torch.ops import (
     Handle,
     check_rows,
@@ -25,7 +26,6 @@ from bpsx.torch.ops import (
     dtype_name,
     is_plain,
     mark_written,
-    outside_graphs,
     push_pull,
     unnamed,
 )
@@ -63,7 +63,7 @@ def all_gather_async(outputs: Sequence[torch.Tensor], mine: torch.Tensor, name: 
     Workers must agree on name, shape and dtype; calls of one name are matched in order.
     """
     ours = _adapter.session()
-    stages = [o if is_plain(o) else torch.empty(o.shape, dtype=o.dtype) for o in outputs]
+    stages = [o if is_plain(o) else torch.empty(o.shape, dtype=o.dtype, device="cpu") for o in outputs]
     if mine is not stages[ours.rank]:
         with torch.no_grad():
             stages[ours.rank].detach().copy_(mine)
@@ -141,7 +141,7 @@ class RowGathering:
 
     def _begin(self, mine: torch.Tensor, name: str, root: int) -> torch.Tensor:
         n = self._counts[root]
-        stage = torch.empty((capacity(n), *mine.shape[1:]), dtype=mine.dtype)
+        stage = torch.empty((capacity(n), *mine.shape[1:]), dtype=mine.dtype, device="cpu")
         ours = _adapter.session()
         if root == ours.rank:
             with torch.no_grad():
@@ -183,7 +183,7 @@ class _AllGather(torch.autograd.Function):  # type: ignore[misc]
         return push_pull(torch.cat([gradient, padding]), average=ctx.average, name=f"{ctx.name}.grad")[ctx.mine], None, None
 
 
-@outside_graphs
+@eager
 def all_gather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     """The rows of all workers' ``tensor``, in the order of their ranks, as a new tensor on every worker.
 

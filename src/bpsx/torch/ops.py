@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -14,6 +12,7 @@ from bpsx._adapter import TensorView, check_handle, check_name, check_priority
 from bpsx.dtypes import BY_NAME, UnsupportedDType
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.torch.compression import Compression, Compressor, check_compression
+from bpsx.torch.eager import eager
 
 _ALLOWED = f"allowed are dense CPU tensors of {', '.join(BY_NAME)}"
 #: What to send instead of a dtype that cannot be summed.
@@ -22,23 +21,6 @@ _INSTEAD = {
     **dict.fromkeys(("complex32", "complex64", "complex128"), "send torch.view_as_real(tensor), which shares its memory"),
 }
 _SUMMED: dict[torch.dtype, str] = {getattr(torch, name): name for name in BY_NAME}
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
-def outside_graphs(verb: Callable[_P, _T]) -> Callable[_P, _T]:
-    """``verb``, which ``torch.compile`` does not look into: compiled code is left for the call and gone on with after it."""
-    # The lazy form, if there is one: torch.compiler.disable() would load the compiler, seconds of it, for everybody.
-    out_of_it = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
-    disabled: Callable[_P, _T] = out_of_it(verb)
-
-    @functools.wraps(verb)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return disabled(*args, **kwargs) if torch.compiler.is_compiling() else verb(*args, **kwargs)
-
-    return call
-
-
 class UnsupportedTensor(BpsxError, TypeError):
     """Not a tensor, or one whose memory bpsx cannot use: sparse, quantized, nested, on another device, or overlapping itself."""
 
@@ -175,7 +157,7 @@ def submit(
         stage_in = source.detach() if plain else plain_copy(source)
         staged = not is_plain(output)
         if staged:
-            stage_out = torch.empty(output.shape, dtype=output.dtype) if plain else stage_in
+            stage_out = torch.empty(output.shape, dtype=output.dtype, device=output.device) if plain else stage_in
         else:
             stage_out = stage_in if output is source else output.detach()
     view = view_of(stage_in, dtype)
@@ -221,7 +203,7 @@ def _begin(tensor: torch.Tensor, average: bool, name: str | None, version: int, 
     return handle
 
 
-@outside_graphs
+@eager
 def push_pull_async(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0) -> Handle:
     """Begin to sum ``tensor`` over all workers into a new tensor of its shape and dtype; :func:`synchronize` returns that. In asynchronous
     training: add it to the servers' value of ``name``, and get that (see ``docs/async.md``).
@@ -238,7 +220,7 @@ def push_pull_async(tensor: torch.Tensor, average: bool = True, name: str | None
     return _begin(tensor, average, name, version, priority, inplace=False, will_wait=False)
 
 
-@outside_graphs
+@eager
 def push_pull_async_inplace(
     tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
 ) -> Handle:
@@ -290,7 +272,7 @@ def _summed(tensor: torch.Tensor, options: _Options) -> torch.Tensor:
     return options.compression.decompress(handle.wait(), ctx)
 
 
-@outside_graphs
+@eager
 def push_pull(
     tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
     compression: type[Compressor] = Compression.none,
@@ -315,7 +297,7 @@ def push_pull(
     return _differentiable(tensor, _Options(average, name or unnamed("push_pull", tensor), priority, compression))
 
 
-@outside_graphs
+@eager
 def push_pull_inplace(
     tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
 ) -> torch.Tensor:
@@ -324,7 +306,7 @@ def push_pull_inplace(
     return result
 
 
-@outside_graphs
+@eager
 def poll(handle: Handle) -> bool:
     """Whether ``handle``'s operation has ended. Does not block. Call :func:`synchronize` before using the result all the same.
 
@@ -334,7 +316,7 @@ def poll(handle: Handle) -> bool:
     return handle.done()
 
 
-@outside_graphs
+@eager
 def synchronize(handle: Handle) -> torch.Tensor:
     """Wait for ``handle`` and return its tensor. May be called again.
 
@@ -346,7 +328,7 @@ def synchronize(handle: Handle) -> torch.Tensor:
     return result
 
 
-@outside_graphs
+@eager
 def declare(name: str) -> int:
     """Fix the place of ``name`` in the order of declaration; returns it (0, 1, …). Calling it again changes nothing.
 

@@ -16,8 +16,8 @@ from bpsx._adapter import integer
 from bpsx.errors import ConfigError
 from bpsx.torch.asynchronous import AsyncExchange
 from bpsx.torch.compression import Compression, Compressor, check_compression
+from bpsx.torch.eager import eager
 from bpsx.torch.exchange import Exchange, GradientOrderError
-from bpsx.torch.ops import outside_graphs
 
 
 def DistributedOptimizer(  # noqa: N802  (BytePS's name)
@@ -44,8 +44,7 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
 
     **Parameters without a gradient.** Workers may use different parameters in a step: who has no gradient counts as zeros. What no worker has
     used has no ``grad`` after the step, and does not move, as in one process. Freeze and thaw parameters (``requires_grad``) on all workers in the
-    same step: a worker that has frozen one pushes nothing for it, not even zeros, so the others' ``step()`` waits for it, and takes the gradient of a
-    later step if the parameter is thawed, or raises :class:`~bpsx.errors.StallError`.
+    same step; otherwise it raises :class:`~bpsx.errors.MismatchError` on all.
 
     **Sparse gradients**, as of ``nn.Embedding(sparse=True)``, travel as values and indices, of which each worker may have another number, or none;
     ``grad`` is then coalesced. ``sparse_as_dense=True`` makes them dense first. A gradient must be sparse on all workers that have one, or dense on
@@ -179,7 +178,7 @@ class _DistributedOptimizer(_Base):
         """Change how many backward passes are added up before a push. Begins a new count for every parameter."""
         self._exchange.set_passes(checked_passes(passes, "set_backward_passes_per_step"))
 
-    @outside_graphs
+    @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluate ``closure`` once, if given, wait for the averaged gradients, and step. Returns the closure's result."""
         if isinstance(self._exchange, AsyncExchange):
@@ -189,6 +188,8 @@ class _DistributedOptimizer(_Base):
             with torch.enable_grad():
                 loss = closure()
         exchange = self._exchange
+        if exchange.active:
+            exchange.check_knows(vars(self)["param_groups"])
         if self._should_synchronize:
             if exchange.synchronized and not exchange.implicit:
                 warnings.warn("step() after synchronize() pushes all gradients again; put step() inside optimizer.skip_synchronize()",
@@ -201,6 +202,7 @@ class _DistributedOptimizer(_Base):
         result = super().step()
         return result if closure is None else loss
 
+    @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the base class. If gradients are under way, they are waited for first and thrown away; do that on all workers or none."""
         exchange = self._exchange

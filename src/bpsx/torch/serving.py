@@ -10,6 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from bpsx.errors import ConfigError
+from bpsx.torch.eager import eager
 
 # To ask these of a parameter is not to use it.
 _HARMLESS = {"shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "grad", "is_cuda", "is_meta", "is_nested", "is_quantized"}
@@ -159,6 +160,7 @@ class _Hook:
     def __init__(self, serving: Serving, act: Callable[..., None]) -> None:
         self._serving, self._act = serving, act
 
+    @eager
     def __call__(self, *arguments: Any) -> None:
         self._act(*arguments)
 

@@ -1,8 +1,9 @@
-"""How many workers have a gradient of each parameter: a small sum that travels beside the gradients."""
+"""How many workers have a gradient of each parameter, and train it at all: a small sum that travels beside the gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -13,22 +14,30 @@ PREFIX = "Used."
 _FIRST = 2**30
 
 
-class Users:
-    """The sum under way of one flag per parameter. All workers give the same parameters in the same order, under the same ``name``.
+class Count(NamedTuple):
+    """Of workers: those with a gradient of a parameter, those that train it (``requires_grad``), those that have frozen it."""
 
-    Begun without waiting, so that it costs a message and no time. Raises :class:`~bpsx.errors.NotInitializedError`.
+    used: int
+    trained: int
+    frozen: int
+
+
+class Users:
+    """The sum under way of three flags per parameter. All workers give the same parameters in the same order, under the same ``name``.
+
+    ``parameters``: for each, whether this worker has a gradient of it, and whether it trains it. Begun without waiting, so that it costs a message
+    and no time. Raises :class:`~bpsx.errors.NotInitializedError`.
     """
 
-    def __init__(self, flags: Iterable[bool], name: str) -> None:
-        self._numbers = torch.tensor([*flags], dtype=torch.int32)
+    def __init__(self, parameters: Iterable[tuple[bool, bool]], name: str) -> None:
+        self._numbers = torch.tensor([(used, trained, not trained) for used, trained in parameters], dtype=torch.int32, device="cpu")
         self._handle = submit(self._numbers, self._numbers, PREFIX + name, average=False, priority=_FIRST)
 
     def done(self) -> bool:
         """Whether the sum has ended, well or not. Does not block."""
         return self._handle.done()
 
-    def wait(self) -> list[int]:
-        """The number of workers with a gradient, for each parameter. May be called again. Raises what made the sum fail."""
+    def wait(self) -> list[Count]:
+        """The counts of each parameter. May be called again. Raises what made the sum fail."""
         self._handle.wait()
-        numbers: list[int] = self._numbers.tolist()
-        return numbers
+        return [Count(*numbers) for numbers in self._numbers.tolist()]

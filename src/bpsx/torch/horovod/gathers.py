@@ -11,10 +11,11 @@ from bpsx import _adapter
 from bpsx._adapter import checked_root, integer
 from bpsx.errors import ConfigError
 from bpsx.torch.broadcast import Overwriting
+from bpsx.torch.eager import eager
 from bpsx.torch.gather import RowGathering, all_gather_async, gathered_rows
 from bpsx.torch.horovod.job import ProcessSet, check_process_set, global_process_set
 from bpsx.torch.horovod.pending import Pending, group_names, needs_gradient, wire_name
-from bpsx.torch.ops import check_replaceable, outside_graphs, push_pull
+from bpsx.torch.ops import check_replaceable, push_pull
 
 # ---- allgather
 
@@ -27,7 +28,7 @@ def _allgather(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
     return gathered_rows(tensor, wire_name("allgather", name, tensor, rows=True), average=True)
 
 
-@outside_graphs
+@eager
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
     """The rows of all workers' ``tensor``, in the order of their ranks, as :func:`bpsx.torch.all_gather`.
 
@@ -38,7 +39,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Proces
     return _allgather(tensor, name)
 
 
-@outside_graphs
+@eager
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Pending:
     """Begin :func:`allgather`, without autograd. ``tensor`` must not change until the end.
 
@@ -48,7 +49,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
     return _begin_allgather(tensor, name)
 
 
-@outside_graphs
+@eager
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
@@ -60,7 +61,7 @@ def grouped_allgather(
     return list(Pending([_begin_allgather(t, n) for t, n in named]).wait())
 
 
-@outside_graphs
+@eager
 def grouped_allgather_async(tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set) -> Pending:
     """Begin :func:`grouped_allgather`, without autograd."""
     check_process_set(process_set)
@@ -96,7 +97,7 @@ class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
         return average if ctx.is_root else torch.zeros_like(gradient), None, None, None
 
 
-@outside_graphs
+@eager
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
     """Worker ``root_rank``'s ``tensor``, bit for bit, as a new tensor; ``tensor`` stays as it is. Shape and dtype, any one, must agree.
 
@@ -107,20 +108,20 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, pro
     return result
 
 
-@outside_graphs
+@eager
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
     """As :func:`broadcast`, in the place of ``tensor``, which it returns; without autograd."""
     result: torch.Tensor = _begin_broadcast(tensor, root_rank, name, True, process_set).wait()
     return result
 
 
-@outside_graphs
+@eager
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Pending:
     """Begin :func:`broadcast`, without autograd."""
     return _begin_broadcast(tensor, root_rank, name, False, process_set)
 
 
-@outside_graphs
+@eager
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Pending:
     """Begin :func:`broadcast_`. ``tensor`` must not be used until :func:`synchronize` has returned."""
     return _begin_broadcast(tensor, root_rank, name, True, process_set)
@@ -150,11 +151,12 @@ def _checked_splits(tensor: torch.Tensor, splits: _Splits) -> list[int]:
 def _begin_alltoall(tensor: torch.Tensor, splits: list[int], dtype: torch.dtype, wire: str) -> Pending:
     """All rows travel to all workers, with all splits; each keeps its own. ``tensor`` has as many rows as ``splits`` say."""
     ours = _adapter.session()
-    told = all_gather_async([torch.empty(ours.size, dtype=torch.int64) for _ in range(ours.size)], torch.tensor(splits), f"{wire}.splits")
+    mine = torch.tensor(splits, dtype=torch.int64, device="cpu")
+    told = all_gather_async([torch.empty_like(mine) for _ in range(ours.size)], mine, f"{wire}.splits")
 
     def finish(results: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        mine = [rows.split(each.tolist())[ours.rank] for each, rows in zip(results[0], results[1][0], strict=True)]
-        return torch.cat(mine), torch.tensor([len(part) for part in mine], dtype=dtype)
+        parts = [rows.split(each.tolist())[ours.rank] for each, rows in zip(results[0], results[1][0], strict=True)]
+        return torch.cat(parts), torch.tensor([len(part) for part in parts], dtype=dtype, device="cpu")
 
     return Pending([told, RowGathering([tensor], wire)], finish)
 
@@ -183,7 +185,7 @@ def _prepared(tensor: torch.Tensor, splits: _Splits, name: str | None, process_s
     return tensor[:sum(numbers)], numbers, splits.dtype if isinstance(splits, torch.Tensor) else torch.int32, wire
 
 
-@outside_graphs
+@eager
 def alltoall(
     tensor: torch.Tensor, splits: _Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -197,7 +199,7 @@ def alltoall(
     return output if splits is None else (output, received)
 
 
-@outside_graphs
+@eager
 def alltoall_async(
     tensor: torch.Tensor, splits: _Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set,
 ) -> Pending:

@@ -10,7 +10,8 @@ import torch
 
 from bpsx._adapter import check_name
 from bpsx.errors import ConfigError
-from bpsx.torch.ops import check_rows, check_tensor, outside_graphs, unnamed
+from bpsx.torch.eager import eager
+from bpsx.torch.ops import check_rows, check_tensor, unnamed
 
 
 class Part(Protocol):
@@ -50,13 +51,13 @@ class Pending:
         return self.wait()
 
 
-@outside_graphs
+@eager
 def poll(handle: Pending) -> bool:
     """Whether what ``handle`` stands for has ended, so that :func:`synchronize` does not block. Does not block itself."""
     return _checked(handle, "poll").done()
 
 
-@outside_graphs
+@eager
 def synchronize(handle: Pending) -> Any:
     """Wait, and return the result: a tensor; a tuple of tensors, of a grouped operation; (output, received splits), of an alltoall. May be called
     again. Raises as :func:`bpsx.torch.synchronize`."""

@@ -15,10 +15,11 @@ from bpsx import _adapter
 from bpsx._adapter import check_name
 from bpsx.errors import ConfigError
 from bpsx.torch.compression import Compression, Compressor, check_compression
+from bpsx.torch.eager import eager
 from bpsx.torch.gather import all_gather_async
 from bpsx.torch.horovod.job import ProcessSet, check_process_set, global_process_set
 from bpsx.torch.horovod.pending import Pending, group_names, needs_gradient, wire_name
-from bpsx.torch.ops import UnsupportedTensor, check_replaceable, mark_written, outside_graphs, push_pull, submit, summable, unnamed
+from bpsx.torch.ops import UnsupportedTensor, check_replaceable, mark_written, push_pull, submit, summable, unnamed
 from bpsx.torch.sparse import SparseSum, check_sparse
 
 
@@ -112,7 +113,8 @@ def _begin(tensor: torch.Tensor, output: torch.Tensor, wire: str, how: How) -> P
 
     if how.op in _HERE:
         summable(source, how.verb)
-        return Pending([all_gather_async([torch.empty(source.shape, dtype=source.dtype) for _ in range(size)], source.detach(), wire)], finish)
+        places = [torch.empty(source.shape, dtype=source.dtype, device="cpu") for _ in range(size)]
+        return Pending([all_gather_async(places, source.detach(), wire)], finish)
     average = how.op is ReduceOp.Average and not _averages_here(source, how)
     return Pending([submit(source, output, wire, average=average)], finish)
 
@@ -173,7 +175,7 @@ def reduced_group(tensors: Sequence[torch.Tensor], name: str | None, how: How, c
     return [compression.decompress(pending.wait(), ctx) for pending, ctx in begun]
 
 
-@outside_graphs
+@eager
 def allreduce(
     tensor: torch.Tensor, average: bool | None = None, name: str | None = None, compression: type[Compressor] = Compression.none,
     op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -190,7 +192,7 @@ def allreduce(
     return reduced(tensor, name, how, compression)
 
 
-@outside_graphs
+@eager
 def allreduce_(
     tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -201,7 +203,7 @@ def allreduce_(
     return result
 
 
-@outside_graphs
+@eager
 def allreduce_async(
     tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -211,7 +213,7 @@ def allreduce_async(
     return begin_new(tensor, name, how)
 
 
-@outside_graphs
+@eager
 def allreduce_async_(
     tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -221,7 +223,7 @@ def allreduce_async_(
     return begin_inplace(tensor, name, how)
 
 
-@outside_graphs
+@eager
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None, compression: type[Compressor] = Compression.none,
     op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -231,7 +233,7 @@ def grouped_allreduce(
     return reduced_group(tensors, name, how, compression)
 
 
-@outside_graphs
+@eager
 def grouped_allreduce_(
     tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -241,7 +243,7 @@ def grouped_allreduce_(
     return list(_group(begin_inplace, tensors, name, how).wait())
 
 
-@outside_graphs
+@eager
 def grouped_allreduce_async(
     tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -251,7 +253,7 @@ def grouped_allreduce_async(
     return _group(begin_new, tensors, name, how)
 
 
-@outside_graphs
+@eager
 def grouped_allreduce_async_(
     tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -267,7 +269,7 @@ def _group(
     return Pending([begin(t, n, how) for t, n in zip(tensors, group_names(how.verb, name, tensors))])
 
 
-@outside_graphs
+@eager
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None, op: ReduceOp | None, process_set: ProcessSet = global_process_set,
 ) -> Pending:

@@ -9,10 +9,10 @@ import torch
 
 from bpsx import _adapter
 from bpsx.torch.compression import Compression, Compressor
+from bpsx.torch.eager import eager
 from bpsx.torch.horovod.job import ProcessSet, global_process_set
 from bpsx.torch.horovod.pending import Pending, group_names, wire_name
 from bpsx.torch.horovod.reductions import How, ReduceOp, begin_new, check_adds, checked_op, how_to, reduced, reduced_group
-from bpsx.torch.ops import outside_graphs
 
 _VERB = "reducescatter"
 
@@ -55,7 +55,7 @@ def _begin(tensor: torch.Tensor, name: str | None, how: How) -> Pending:
     return Pending([begin_new(tensor, name, how)], lambda results: _own(results[0]))
 
 
-@outside_graphs
+@eager
 def reducescatter(
     tensor: torch.Tensor, name: str | None = None, compression: type[Compressor] = Compression.none, op: ReduceOp = ReduceOp.Average,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
@@ -70,7 +70,7 @@ def reducescatter(
     return _own(reduced(tensor, name, how, compression))
 
 
-@outside_graphs
+@eager
 def reducescatter_async(
     tensor: torch.Tensor, name: str | None = None, op: ReduceOp = ReduceOp.Average, process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
@@ -79,7 +79,7 @@ def reducescatter_async(
     return _begin(tensor, name, _how(op, prescale_factor, postscale_factor, process_set))
 
 
-@outside_graphs
+@eager
 def grouped_reducescatter(
     tensors: Sequence[torch.Tensor], name: str | None = None, compression: type[Compressor] = Compression.none,
     op: ReduceOp = ReduceOp.Average, process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
@@ -91,7 +91,7 @@ def grouped_reducescatter(
     return [_own(whole) for whole in reduced_group(tensors, name, how, compression)]
 
 
-@outside_graphs
+@eager
 def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, op: ReduceOp = ReduceOp.Average, process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,

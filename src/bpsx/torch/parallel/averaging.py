@@ -10,9 +10,9 @@ import torch
 
 from bpsx import _adapter
 from bpsx.torch.compression import Compressor
-from bpsx.torch.exchange import Exchange, GradientOrderError, Managed, Round, ended, raise_first
+from bpsx.torch.exchange import Exchange, GradientOrderError, Managed, Round
 from bpsx.torch.ops import Handle, submit
-from bpsx.torch.users import Users
+from bpsx.torch.under_way import ended, raise_first, zero_gradient
 
 
 class _End:
@@ -28,7 +28,7 @@ class _End:
 
 
 class _Round(Round):
-    """``ours``: those that are exchanged; ``users`` counts who has used each of them. ``aside``, by id: what has been pushed of those that this
+    """``ours``: those that are exchanged. ``aside``, by id: what has been pushed of those that this
     worker has not used, how, and the compressor's context."""
 
     def __init__(self, ours: list[Managed]) -> None:
@@ -155,7 +155,7 @@ class Averaging(Exchange):
                 now.aside[id(managed)] = self._push_aside(managed)
 
         try:
-            now.users = now.users or Users((self._is_used(m) for m in now.ours), self._name)
+            self._count(now, self._is_used, self._name)
         except Exception as e:
             now.failures.append(e)
         now.failures += [self._try(begin, m) for m in now.ours if m.pushed is None and id(m) not in now.aside]
@@ -165,8 +165,10 @@ class Averaging(Exchange):
     def _end_round(self) -> None:
         now = self._round
         assert now is not None
-        now.failures += [self._try(self._receive, m) for m in now.ours if m.pushed is not None]
-        self._heed(now, now.ours)
+        for managed in now.ours:
+            if managed.pushed is not None:
+                self._await(self._receive, managed, now)
+        self._heed(now)
         for managed in now.ours:
             if id(managed) in now.aside:
                 handle, ctx = now.aside[id(managed)]
@@ -186,7 +188,7 @@ class Averaging(Exchange):
         if the others have not added to theirs either."""
         parameter = managed.parameter
         with torch.no_grad():
-            plain = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().to_dense().clone()
+            plain = zero_gradient(parameter) if parameter.grad is None else parameter.grad.detach().to_dense().clone()
         wire, ctx = self._compression.compress(plain)
         return submit(wire, wire, managed.wire, average=True, priority=managed.priority), ctx
 

@@ -167,7 +167,7 @@ class _Buffers:
     def __init__(self, name: str) -> None:
         self._name = name
         self._key: tuple[Any, ...] = ()
-        self._flat = torch.empty(0, dtype=torch.uint8)
+        self._flat = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._parts: list[torch.Tensor] = []
 
     def spread(self, module: nn.Module) -> None:
@@ -199,7 +199,7 @@ class _Buffers:
             nbytes = buffer.numel() * buffer.element_size()
             places.append((end, nbytes))
             end += -(-nbytes // _ALIGNED) * _ALIGNED
-        self._flat = torch.zeros(end, dtype=torch.uint8)
+        self._flat = torch.zeros(end, dtype=torch.uint8, device="cpu")
         self._parts = [self._flat[at:at + n].view(b.dtype).reshape(b.shape) for b, (at, n) in zip(buffers, places, strict=True)]
         self._key = key
 
