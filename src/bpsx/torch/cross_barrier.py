@@ -59,8 +59,8 @@ def CrossBarrier(  # noqa: N802  (BytePS's name)
 
     **What is pending** between a ``step()`` and the forward pass is applied before anything looks at it through ``model.state_dict()``,
     ``load_state_dict()`` of both, ``optimizer.state_dict()``, ``optimizer.state``, ``group["params"]``, the next ``step()``, and at once in
-    step ``num_steps`` and all that follow it. Whoever looks at the weights in another way after ``step()`` (``model.parameters()``, for a moving
-    average, say) calls ``optimizer.synchronize()`` first.
+    step ``num_steps`` and all that follow it. Whoever looks at the weights in another way after ``step()`` (``model.parameters()`` for
+    a moving average or a penalty, ``functional_call`` with parameters made from them) calls ``optimizer.synchronize()`` first.
 
     A module's update is made when the module is *called*. The forward passes before the first ``step()`` are watched: parameters that are used
     though their module has not been called (``MultiheadAttention.out_proj``) are served by the module that uses them, those of modules

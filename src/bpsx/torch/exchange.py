@@ -173,7 +173,8 @@ class Exchange:
         if managed.pushed is not None or managed.deferred:
             raise GradientOrderError(
                 f"the gradient of {managed.name!r} was computed more than backward_passes_per_step={self._passes} times before step(): "
-                "raise backward_passes_per_step to add passes up, or call the optimizer's zero_grad() to throw the earlier gradients away")
+                "raise backward_passes_per_step to add passes up, or call the optimizer's zero_grad() to throw the earlier gradients away; under "
+                "torch.utils.checkpoint, use_reentrant=False")
         if self.implicit:
             self._check_not_added(managed)
         if not self._begun:
