@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -41,3 +41,51 @@ def reduce(pushes: Sequence[np.ndarray], dtype: str, divisor: int = 1) -> np.nda
         if dtype == "bfloat16":
             return float32_to_bfloat16(total)
         return total.astype(pushes[0].dtype)
+
+
+class Reference:
+    """A partition's encoder as :mod:`bpsx.kernels.codecs` defines it, for any codec's oracle.
+
+    ``encode(p, counter) -> bytes`` and ``decode(bytes, n) -> array`` are the codec's own; ``wide``: float32 or float64.
+    """
+
+    def __init__(self, encode: Callable[[np.ndarray, int], bytes], decode: Callable[[bytes, int], np.ndarray], n: int, wide: str = "float32") -> None:
+        self.encode_plain, self.decode = encode, decode
+        self.residual, self.momentum = np.zeros(n, wide), np.zeros(n, wide)
+        self.counter = 0
+
+    def encode(self, g: np.ndarray, *, residual: bool = False, momentum: bool = False, factor: float = 1.0, mu: float = 0.0) -> bytes:
+        """What goes on the wire for the gradient ``g``; brings residual and momentum up to date."""
+        kind = g.dtype.type
+        self.counter += 1
+        p = g
+        if momentum:
+            self.momentum = kind(mu) * self.momentum + g
+            p = g + kind(mu) * self.momentum
+        if residual:
+            p = p + kind(factor) * self.residual
+        wire = self.encode_plain(p, self.counter)
+        if residual:
+            self.residual = p - self.decode(wire, len(p))
+        if not np.isfinite(p).all():
+            self.residual[:] = 0
+            self.momentum[:] = 0
+        return wire
+
+
+def onebit_encode(p: np.ndarray, scaling: bool) -> bytes:
+    """The magnitude as float64, then sign bits in little-endian words of 32."""
+    magnitude = np.abs(p).mean(dtype=np.float64) if scaling else 1.0
+    if not np.isfinite(p).all():
+        magnitude = np.nan
+    negative = np.zeros(-(-len(p) // 32) * 32, bool)
+    negative[:len(p)] = np.signbit(p)
+    return np.float64(magnitude).tobytes() + np.packbits(negative, bitorder="little").tobytes()
+
+
+def onebit_decode(wire: bytes, n: int, wide: str = "float32") -> np.ndarray:
+    """Plus or minus the magnitude."""
+    magnitude = np.frombuffer(wire[:8], np.float64)[0].astype(wide)
+    negative = np.unpackbits(np.frombuffer(wire[8:], np.uint8), bitorder="little")[:n].astype(bool)
+    decoded: np.ndarray = np.where(negative, -magnitude, magnitude).astype(wide)
+    return decoded

@@ -91,7 +91,7 @@ def _divide(a: Any, n: int, divisor: int) -> None:
 
 
 @contextlib.contextmanager
-def _cache_in(folder: str) -> Iterator[None]:
+def cache_in(folder: str) -> Iterator[None]:
     """Let Numba cache in ``folder``; restored afterwards, since the setting is Numba's and the process's. One thread at a time."""
     before = numba_config.CACHE_DIR
     numba_config.CACHE_DIR = folder
@@ -112,7 +112,7 @@ def load(code: int) -> Kernels:
     data = types.CPointer(element)
     acc = types.CPointer(wide_type(element))
     count = types.int64
-    with _cache_in(str(cache_dir())):
+    with cache_in(str(cache_dir())):
         if dtype.name == "bfloat16":
             words = types.CPointer(types.uint32)
             pair = _compile(_pair_bfloat16, words, words, count, count)

@@ -1,0 +1,128 @@
+"""Compressors: what one must have, the table of those there are, and loading one for an element type.
+
+A *codec* turns the n elements of a partition into fewer bytes (encode) and those into elements again (decode). It is one module in ``cpu/`` with a
+subclass of :class:`Codec`, one in ``cuda/``, and an oracle in :mod:`bpsx.kernels.reference`. Its functions are Python that Numba compiles; the core and
+the servers call them by address, without the GIL, so they must neither allocate nor raise. CONTRIBUTING.md shows how to add one.
+
+What an encoder does, with g the gradient, e the residual and m the momentum of the partition:
+
+    m = mu * m + g;  g = g + mu * m         if there is momentum (Nesterov's)
+    p = g + factor * e                      if there is a residual (error feedback, arXiv 1905.10936)
+    wire = encode(p);  e = p - decode(wire)
+
+g is not written to. Elements are float32 or float64, the *wide* type of all that can be compressed. An encoder that meets infinities or NaN sends what
+makes a decoder give some, and forgets residual and momentum: an overflow passes, as it does without compression, and is not remembered.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from bpsx.errors import ConfigError
+
+#: Slots of a codec's options and of its state between rounds.
+N_OPTIONS, N_STATE = 8, 4
+#: Bytes that an encoder may touch behind the capacity it has asked for, and a decoder behind its input: whole words.
+SLACK = 64
+_BUILT_IN = ("onebit", "topk", "randomk", "dithering", "half", "plain")
+_lock = threading.RLock()
+_codecs: dict[str, Codec] = {}
+_loaded: dict[tuple[str, str, bool, bool], Compiled] = {}
+
+#: encode(g, e, m, wire, scratch, state, options, n, counter, factor, mu) -> bytes written.
+#: g, e, m: n wide elements; e and m only where the encoder was asked for with them. wire: uint8, of the codec's capacity + SLACK. scratch: uint8,
+#: 64-byte aligned. state: N_STATE float64, zero at first and kept from round to round. options: N_OPTIONS int64. counter: of this partition's pushes.
+Encoder = Callable[..., int]
+#: decode(wire, size, out, scratch, options, n, add) -> 0, or -1 if the bytes are none of this codec's: any bytes must be survived. add: add to out.
+#: Who writes the wire need not be a friend: nothing outside wire[:size + SLACK] is read, nothing outside out[:n] is written.
+Decoder = Callable[..., int]
+
+
+class Codec(ABC):
+    """A compressor. Instances are stateless and shared."""
+
+    name: str
+    #: Keys of ``compression_params`` that are this codec's own.
+    keys: tuple[str, ...] = ()
+    #: Kinds of error feedback that go with it.
+    feedback: tuple[str, ...] = ("vanilla", "corrected")
+    #: Whether each sender draws numbers of its own; otherwise all draw the same ones.
+    own_noise = False
+
+    @abstractmethod
+    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """``given`` (own keys only, without those that are None, "" or False), checked and completed. Raises :class:`~bpsx.errors.ConfigError`."""
+
+    @abstractmethod
+    def numbers(self, options: Mapping[str, Any]) -> list[int]:
+        """The same as at most :data:`N_OPTIONS` - 1 integers, for the compiled functions; the last slot is the seed."""
+
+    @abstractmethod
+    def capacity(self, n: int, numbers: list[int]) -> int:
+        """The most bytes that n elements can take."""
+
+    def scratch(self, n: int, numbers: list[int]) -> int:
+        """Bytes of scratch memory for n elements."""
+        return 0
+
+    @abstractmethod
+    def encoder(self, residual: bool, momentum: bool) -> Encoder:
+        """A function for Numba, with or without residual and momentum."""
+
+    @abstractmethod
+    def decoder(self) -> Decoder:
+        """A function for Numba."""
+
+
+class Compiled(NamedTuple):
+    """Addresses of a codec's functions for one element type, and what keeps them alive."""
+
+    encode: int
+    decode: int
+    owners: tuple[object, ...]
+
+
+def register(codec: Codec) -> None:
+    """Make a codec known to this process. Workers and servers load the modules in ``BPSX_COMPRESSORS`` for that. Thread-safe."""
+    with _lock:
+        _codecs[codec.name] = codec
+
+
+def codec(name: str) -> Codec:
+    """The codec of that name. Raises :class:`~bpsx.errors.ConfigError`, which names those there are. Thread-safe."""
+    with _lock:
+        if name in _BUILT_IN and name not in _codecs:
+            importlib.import_module(f"bpsx.kernels.cpu.{name}")     # registers itself
+        if name not in _codecs:
+            known = [n for n in (*_BUILT_IN, *_codecs) if n not in ("half", "plain")]
+            raise ConfigError(f"compressor={name!r}: allowed are {', '.join(dict.fromkeys(known))}")
+        return _codecs[name]
+
+
+def load_codec(name: str, wide: str, residual: bool, momentum: bool) -> Compiled:
+    """Compile a codec for ``wide`` (float32 or float64), once per process; later processes take it from the cache. Thread-safe."""
+    key = name, wide, residual, momentum
+    with _lock:
+        if key not in _loaded:
+            from bpsx.kernels.cpu import compiling  # Numba takes a third of a second to import: only processes that compress pay for it
+
+            _loaded[key] = compiling.load(codec(name), wide, residual, momentum)
+        return _loaded[key]
+
+
+def checked_flag(key: str, value: Any) -> bool:
+    """A bool. Raises :class:`~bpsx.errors.ConfigError` for anything else."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key}={value!r}: allowed are True and False")
+    return value
+
+
+def checked_choice(key: str, value: Any, *allowed: str) -> str:
+    """One of ``allowed``. Raises :class:`~bpsx.errors.ConfigError` for anything else."""
+    if value not in allowed:
+        raise ConfigError(f"{key}={value!r}: allowed are {', '.join(map(repr, allowed))}")
+    return str(value)
