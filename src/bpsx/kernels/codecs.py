@@ -1,8 +1,8 @@
 """Compressors: what one must have, the table of those there are, and loading one for an element type.
 
 A *codec* turns the n elements of a partition into fewer bytes (encode) and those into elements again (decode). It is one module in ``cpu/`` with a
-subclass of :class:`Codec`, one in ``cuda/``, and an oracle in :mod:`bpsx.kernels.reference`. Its functions are Python that Numba compiles; the core and
-the servers call them by address, without the GIL, so they must neither allocate nor raise. CONTRIBUTING.md shows how to add one.
+subclass of :class:`Codec`, one in ``cuda/``, and an oracle in :mod:`bpsx.kernels.reference`. Its functions are Python that Numba compiles; the core
+and the servers call them by address, without the GIL, so they must neither allocate nor raise. CONTRIBUTING.md shows how to add one.
 
 What an encoder does, with g the gradient, e the residual and m the momentum of the partition:
 
@@ -10,8 +10,8 @@ What an encoder does, with g the gradient, e the residual and m the momentum of 
     p = g + factor * e                      if there is a residual (error feedback, arXiv 1905.10936)
     wire = encode(p);  e = p - decode(wire)
 
-g is not written to. Elements are float32 or float64, the *wide* type of all that can be compressed. An encoder that meets infinities or NaN sends what
-makes a decoder give some, and forgets residual and momentum: an overflow passes, as it does without compression, and is not remembered.
+g is not written to. Elements are float32 or float64, the *wide* type of all that can be compressed. An encoder that meets infinities or NaN sends
+what makes a decoder give some, and forgets residual and momentum: an overflow passes, as it does without compression, and is not remembered.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Wire: the magnitude (float64), then the signs, 32 to a word, the first element's lowest; a set bit is negative. 1/32 of float32.
 
-The residual p - decode(wire) is p less its own sign times the magnitude. So p itself is kept, and the magnitude in ``state``: what has to be taken off
-is taken off in the next round, while p is read anyway, and memory is passed over once.
+The residual p - decode(wire) is p less its own sign times the magnitude. So p itself is kept, and the magnitude in ``state``: what has to be taken
+off is taken off in the next round, while p is read anyway, and memory is passed over once.
 """
 
 from __future__ import annotations
