@@ -16,8 +16,10 @@ class Tensor:
 
     def __init__(
         self, name: str, dtype: int, parts: Sequence[tuple[int, int, int, int, int]], stages: bytes, generation: int = 0,
+        codec: str = "", made: Sequence[object] = (),
     ) -> None:
-        """``parts``: (key, lane, slot, offset, length) each, a list; offset and length in bytes."""
+        """``parts``: (key, lane, slot, offset, length) each, a list; offset and length in bytes. ``codec``: how it is compressed, for servers;
+        ``made``: a :class:`bpsx.compression.Made` for each partition."""
     @property
     def name(self) -> str: ...
     @property
@@ -63,16 +65,18 @@ class Core:
         """push_pulls under way."""
     def greet(self, deadline_s: float, addresses: Sequence[str] = (), secret: bytes = b"") -> list[int]:
         """Ask every lane whether it is there and knows ``secret``; returns those that did not answer rightly in time. Before :meth:`start`."""
+    def open_pool(self, threads: int) -> None:
+        """Start the threads that compress, before the first tensor that is compressed. Idempotent."""
     def start(self) -> None:
         """Start the background thread."""
     def submit(
         self, tensor: Tensor, input: _Memory | None, output: _Memory, *, divisor: int = 1, broadcast: bool = False, asynchronous: bool = False,
-        priority: int = 0, will_wait: bool = False, owner: object = None, result: object = None,
+        priority: int = 0, will_wait: bool = False, rate: float = 0.0, owner: object = None, result: object = None,
     ) -> Handle:
         """Push ``input`` (None: nothing) and pull into ``output``. ``divisor`` is the root's rank for a broadcast."""
     def prepare(
         self, name: str, nbytes: int, input: _Memory | None, output: _Memory, *, divisor: int = 1, broadcast: bool = False,
-        asynchronous: bool = False, priority: int = 0, owner: object = None, result: object = None,
+        asynchronous: bool = False, priority: int = 0, rate: float = 0.0, owner: object = None, result: object = None,
     ) -> Handle:
         """A handle for a tensor without a place; then :meth:`release` or :meth:`end`. Raises :class:`ValueError` for a wrong size."""
     def release(self, handle: Handle, tensor: Tensor, will_wait: bool = False) -> None:

@@ -16,10 +16,12 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memmove, memset
 
-from bpsx.core.header cimport MAX_NAME_BYTES, NONCE_BYTES, PROOF_BYTES
+from bpsx.core.header cimport MAX_CODEC_BYTES, MAX_NAME_BYTES, NONCE_BYTES, PROOF_BYTES
 from bpsx.core.machine cimport Machine as CMachine
-from bpsx.core.loop cimport background, busy_ns, kick, submit, wait_for
+from bpsx.core.loop cimport background, busy_ns, codec_thread, kick, submit, wait_for
+from bpsx.core.packed cimport packed_free, packed_new
 from bpsx.core.partition cimport MAX_STAGES, Lane, Partition, Task, Tensor as CTensor
+from bpsx.core.pool cimport MAX_THREADS, Pool
 from bpsx.core.receive cimport pump_in
 from bpsx.core.send cimport send_ping
 from bpsx.core.state cimport Core as CCore
@@ -64,21 +66,29 @@ cdef int64_t SLICE_NS = 200_000_000
 cdef class Tensor:
     """A declared tensor: its partitions with key, lane and slot. Immutable once made; made by one thread, used by any."""
     cdef CTensor c
-    cdef bytes encoded
+    cdef bytes encoded, codec
+    cdef list made              # what keeps compiled codecs alive
     cdef readonly str name
     cdef readonly uint32_t generation
     cdef readonly uint64_t nbytes
     cdef str failure            # why every push_pull of it fails, if it does
 
-    def __cinit__(self, str name, int dtype, list parts, bytes stages, uint32_t generation=0):
+    def __cinit__(self, str name, int dtype, list parts, bytes stages, uint32_t generation=0, str codec="", made=()):
         """``parts``: a list of (key, lane, slot, offset, length), bytes; ``stages``: codes from ``pipeline.py``; ``generation``: which
-        declaration of the name this is."""
+        declaration of the name this is. ``codec``: how it is compressed, as servers are told, and ``made``: a :class:`bpsx.compression.Made` for
+        each partition, if it is."""
         cdef size_t i
         cdef Partition *p
         if len(stages) >= MAX_STAGES:
             raise ValueError(f"{len(stages)} stages; at most {MAX_STAGES - 1} are allowed")
         self.name = name
         self.generation = generation
+        self.codec = codec.encode()
+        self.c.codec = self.codec
+        self.c.codec_bytes = len(self.codec)
+        if self.c.codec_bytes > MAX_CODEC_BYTES:
+            raise ValueError(f"tensor {name!r}: {len(self.codec)} bytes say how it is compressed; at most {MAX_CODEC_BYTES} are allowed")
+        self.made = list(made)
         self.encoded = name.encode()[:MAX_NAME_BYTES]
         self.c.name = self.encoded
         self.c.name_bytes = len(self.encoded)
@@ -94,6 +104,8 @@ cdef class Tensor:
             p = &self.c.parts[i]
             p.key, p.lane, p.slot, p.offset, p.length = parts[i]
             p.tensor = &self.c
+            if self.made:
+                p.packed = packed_new(self.made[i])
             self.nbytes += p.length
 
     def __dealloc__(self):
@@ -101,6 +113,7 @@ cdef class Tensor:
         if self.c.parts != NULL:
             for i in range(self.c.n_parts):
                 free(self.c.parts[i].shares)
+                packed_free(self.c.parts[i].packed)
         free(self.c.parts)
 
 
@@ -178,6 +191,7 @@ cdef class Core:
     cdef object endpoint, capsule, thread, machine, watch
     cdef readonly int pid       # who made it: a forked child must not touch the parent's sockets
     cdef set tensors
+    cdef list workers           # the pool's threads
     cdef str failure
     cdef bint closed, greeted
     cdef readonly bint told     # whether a failure has been raised in the script
@@ -238,24 +252,52 @@ cdef class Core:
         self.thread = threading.Thread(target=self._run, name="bpsx-core", daemon=True)
         self.thread.start()
 
+    def open_pool(self, int threads) -> None:
+        """Start the threads that compress, before the first tensor that is compressed. Idempotent."""
+        if self.c.pool != NULL:
+            return
+        cdef Pool *pool = <Pool *>calloc(1, sizeof(Pool))
+        if pool == NULL or monitor_init(&pool.monitor) != 0:
+            free(pool)
+            raise MemoryError("no memory for the threads that compress")
+        pool.n_threads = max(1, min(threads, MAX_THREADS))
+        self.c.pool = pool
+        self.workers = [threading.Thread(target=self._compress, args=(i,), name=f"bpsx-codec-{i}", daemon=True) for i in range(pool.n_threads)]
+        for worker in self.workers:
+            worker.start()
+
+    def _compress(self, uint32_t me) -> None:
+        with nogil:
+            codec_thread(&self.c, me)
+
+    def _close_pool(self) -> None:
+        if self.c.pool == NULL:
+            return
+        lock(&self.c.pool.monitor)
+        self.c.pool.stopping = True
+        notify_all(&self.c.pool.monitor)
+        unlock(&self.c.pool.monitor)
+        for worker in self.workers:
+            worker.join()
+
     def _run(self) -> None:
         with nogil:
             background(&self.c)
 
     def submit(self, Tensor tensor not None, input, output, *, uint32_t divisor=1, bint broadcast=False, bint asynchronous=False,
-               int priority=0, bint will_wait=False, owner=None, result=None) -> Handle:
+               int priority=0, bint will_wait=False, double rate=0, owner=None, result=None) -> Handle:
         """Push ``input`` and pull into ``output``: C-contiguous buffers, or pairs (address, bytes) kept alive by ``owner``.
 
         ``input`` None pushes nothing (a broadcast's receivers). ``divisor`` is the root's rank for a broadcast.
-        ``asynchronous``: add to the servers' value and get that, or, for a broadcast, set it.
+        ``asynchronous``: add to the servers' value and get that, or, for a broadcast, set it. ``rate``: the learning rate, for compression.
         """
         handle = self.prepare(tensor.name, tensor.nbytes, input, output, divisor=divisor, broadcast=broadcast,
-                              asynchronous=asynchronous, priority=priority, owner=owner, result=result)
+                              asynchronous=asynchronous, priority=priority, rate=rate, owner=owner, result=result)
         self.release(handle, tensor, will_wait)
         return handle
 
     def prepare(self, str name, uint64_t nbytes, input, output, *, uint32_t divisor=1, bint broadcast=False, bint asynchronous=False,
-                int priority=0, owner=None, result=None) -> Handle:
+                int priority=0, double rate=0, owner=None, result=None) -> Handle:
         """A handle for a tensor that has not been placed yet; :meth:`release` sets it off, :meth:`end` ends it."""
         cdef Handle handle = Handle.__new__(Handle)
         self.reap()
@@ -267,6 +309,7 @@ cdef class Core:
         handle.task.broadcast = broadcast
         handle.task.asynchronous = asynchronous
         handle.task.priority = priority
+        handle.task.rate = rate
         if type(output) is tuple:
             handle.task.output = <char *><uintptr_t>output[0]
         else:
@@ -415,6 +458,7 @@ cdef class Core:
             while self.c.driving:
                 wait_until(&self.c.monitor, now_ns() + 1_000_000)
             unlock(&self.c.monitor)
+        self._close_pool()
 
     def settle(self, seconds: float) -> None:
         """Let what is outstanding go on for a moment, whoever drives."""
@@ -430,6 +474,10 @@ cdef class Core:
             free(self.c.lanes[i].heap)
         free(self.c.lanes)
         free(self.c.table)
+        if self.c.pool != NULL:
+            free(self.c.pool.todo.heap)
+            monitor_destroy(&self.c.pool.monitor)
+            free(self.c.pool)
         monitor_destroy(&self.c.monitor)
 
     cdef void _kick(self):

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from bpsx import errors
 from bpsx._core import Handle, set_exit_status
 from bpsx.arguments import check_handle, check_name, check_priority, checked_root
+from bpsx.compression import compression as check_compression
 from bpsx.config import Config
 from bpsx.dtypes import dtype_named
 from bpsx.session import Session
@@ -188,12 +190,15 @@ def local_size() -> int:
     return session().local_size
 
 
-def declare(name: str) -> int:
-    """Fix the place of ``name`` in the order of declaration; returns it (0, 1, …). Calling it again changes nothing.
+def declare(name: str, compression: Mapping[str, Any] | None = None) -> int:
+    """Fix the place of ``name`` in the order of declaration; returns it (0, 1, …). Calling it again changes nothing but compression.
 
-    Raises :class:`~bpsx.errors.ConfigError` for what is no name: it has 1 to 4096 bytes of UTF-8.
+    ``compression``: how its sums travel, as in :doc:`docs/compression.md`; from the next push_pull on, on all workers. An empty mapping ends it.
+    Raises :class:`~bpsx.errors.ConfigError` (a :class:`ValueError`) for what is no name: it has 1 to 4096 bytes of UTF-8; and for compression that
+    makes no sense, naming key, value and what is allowed.
     """
-    return session().declare(name)
+    ours = session()
+    return ours.declare(name, None if compression is None else check_compression(compression, f"compression of {name!r}"))
 
 
 def push_pull_async(

@@ -56,6 +56,10 @@ def _default_lanes() -> int:
     return max(1, min(4, _cores() // 4))
 
 
+def _default_compressors() -> int:
+    return max(1, min(4, _cores() // 2))
+
+
 _JOB, _TUNE, _FAIL, _LOG, _SEE, _TRUST = "Job", "Tuning", "Failure", "Logging and files", "Seeing", "Security"
 _LAUNCH = "Launcher"
 
@@ -107,6 +111,10 @@ OPTIONS: tuple[Option, ...] = (
     Option("fixed_order", "BPSX_FIXED_ORDER", flag, False, FLAG,
            "Servers add the workers' pushes by rank, so that float sums of three and more workers are the same bits in every run. "
            "(All workers get the same bits in any case.)", _TUNE),
+    Option("min_compress_bytes", "BYTEPS_MIN_COMPRESS_BYTES", integer(0), 65536, "bytes",
+           "Tensors smaller than this are not compressed. The same on all workers.", _TUNE),
+    Option("compress_threads", "BYTEPS_THREADPOOL_SIZE", integer(1, 64), _default_compressors, "1..64",
+           "Threads of a worker that compress. Default: half of the cores, 1 to 4.", _TUNE),
     Option("keep_memory", "BPSX_KEEP_MEMORY_MB", integer(0, 2**20), 256, "MiB; 0: leave malloc alone",
            "Let malloc keep this much freed memory instead of returning it: fresh pages for every message cost a fifth of the rate.", _TUNE),
     Option("rendezvous_timeout", "BPSX_RENDEZVOUS_TIMEOUT", number(0.1), 300.0, "seconds",
@@ -199,7 +207,7 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
 #: Upstream's variables that mean something to BytePS and nothing to this version: set, they get a warning instead of silence.
 NOT_USED = frozenset((
     "BYTEPS_GLOBAL_RANK", "BYTEPS_ORDERED_HOSTS", "BYTEPS_OMP_THREAD_PER_GPU",
-    "BYTEPS_ENABLE_MIXED_MODE", "BYTEPS_MIXED_MODE_BOUND", "BYTEPS_MIN_COMPRESS_BYTES", "BYTEPS_THREADPOOL_SIZE",
+    "BYTEPS_ENABLE_MIXED_MODE", "BYTEPS_MIXED_MODE_BOUND",
     "BYTEPS_SERVER_ENGINE_BLOCKING", "BYTEPS_NCCL_GROUP_SIZE", "BYTEPS_NCCL_NUM_RINGS",
     "BYTEPS_PCIE_SWITCH_SIZE", "BYTEPS_REDUCE_ROOTS", "BYTEPS_ENABLE_IPC", "BYTEPS_ADDRESS_POOL_SIZE", "BYTEPS_IPC_COPY_NUM_THREADS",
     "BYTEPS_IPC_ENABLE_ASYNC_COPY", "BYTEPS_PRINT_RDMA_LOG", "BYTEPS_RDMA_MAX_CONCURR_WR", "BYTEPS_RDMA_RX_DEPTH",

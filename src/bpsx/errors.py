@@ -79,6 +79,7 @@ STATUS: dict[int, tuple[type[BpsxError], str]] = {
     -8: (TransportError, "the transport refused to send"),
     -9: (JoinedError, "a worker that is needed has called join()"),
     -10: (KernelError, "the code that sums this element type could not be loaded; the log of this machine's largest local rank says why"),
+    -11: (ProtocolError, "what was compressed does not decode"),
 }
 
 
@@ -93,7 +94,9 @@ def explain(status: int, name: str, rank_a: int, rank_b: int) -> str:
     kind, text = STATUS[status]
     if kind is MismatchError:
         return (f"tensor {name!r}: workers {rank_a} and {rank_b} asked for different operations in the same round "
-                "(sum, average or broadcast, or another root); all workers must call the same one")
+                "(sum, average or broadcast, another root or another learning rate); all workers must call the same one")
+    if status == -11:
+        return f"tensor {name!r}: what worker {rank_a} has compressed does not decode"
     if kind is PeerLeftError:
         return f"tensor {name!r}: worker {rank_a} has left the job without pushing it, so it can never be complete"
     if kind is JoinedError:

@@ -38,6 +38,12 @@ _TABLE: dict[tuple[str, bool, Place], tuple[Stage, ...]] = {
     ("cpu", False, Place.MEMBER): (Stage.REDUCE, Stage.COORDINATE_BROADCAST, Stage.BROADCAST),
     ("cpu", False, Place.ROOT): (Stage.COORDINATE_REDUCE, Stage.REDUCE, Stage.PUSH, Stage.PULL, Stage.BROADCAST),
     ("cpu", False, Place.ONLY_ROOT): (Stage.COORDINATE_REDUCE, Stage.REDUCE, Stage.BROADCAST),
+    ("cpu", True, Place.DIRECT): (Stage.COMPRESS, Stage.PUSH, Stage.PULL, Stage.DECOMPRESS),
+    # Only what crosses the network is compressed: the machine's sum.
+    ("cpu", True, Place.MEMBER): (Stage.REDUCE, Stage.COORDINATE_BROADCAST, Stage.BROADCAST),
+    ("cpu", True, Place.ROOT): (
+        Stage.COORDINATE_REDUCE, Stage.REDUCE, Stage.COMPRESS, Stage.PUSH, Stage.PULL, Stage.DECOMPRESS, Stage.BROADCAST),
+    ("cpu", True, Place.ONLY_ROOT): (Stage.COORDINATE_REDUCE, Stage.REDUCE, Stage.BROADCAST),
 }
 
 

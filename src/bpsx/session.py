@@ -11,8 +11,9 @@ from typing import Any, Protocol
 from bpsx import errors
 from bpsx._core import Core, Handle, Tensor
 from bpsx._watch import monotonic_ns
+from bpsx.compression import NONE, Compression, check_fits, effective, make, parse, warm
 from bpsx.config import Config
-from bpsx.dtypes import BY_NAME, dtype_named
+from bpsx.dtypes import BY_CODE, BY_NAME, dtype_named
 from bpsx.forking import keep_from_children
 from bpsx.host import keep_memory, own_host
 from bpsx.joining import Joining
@@ -58,6 +59,7 @@ class _Declared:
     shape: tuple[int, ...]
     dtype: int
     nbytes: int
+    codec: Compression | None = None        # how it is compressed
     tensor: Tensor | None = None
     pending: list[Handle] = field(default_factory=list)     # prepared, waiting for the placement
     failed: bool = False
@@ -81,7 +83,8 @@ class Session:
         self._settled = threading.Condition(self._lock)     # a declaration has been answered
         self._tensors: dict[str, _Declared] = {}                                # a name as it was used last
         self._declared: dict[tuple[str, int], _Declared] = {}                   # every declaration by (name, generation)
-        self._shapes: dict[tuple[str, tuple[int, ...], int], _Declared] = {}    # ... and by what it is, to find it again
+        self._codecs: dict[str, Compression] = {}                               # by name, as it was declared
+        self._shapes: dict[tuple[str, tuple[int, ...], int, Compression | None], _Declared] = {}    # ... and by what it is, to find it again
         self._generations: dict[str, int] = {}
         self._order: dict[str, int] = dict(order or {})     # given: as a suspended session left it
         self._async: bool = config.asynchronous
@@ -195,8 +198,9 @@ class Session:
         """A tensor that this machine's root adds for its neighbours while it has joined; declared as if it had been pushed here."""
         name, generation, shape = message["name"], message["generation"], tuple(message["shape"])
         with self._lock:
-            declared = _Declared(generation, shape, message["dtype"], message["nbytes"])
-            self._declared[name, generation] = self._shapes[name, shape, message["dtype"]] = declared
+            codec = parse(message["codec"]) if message["codec"] else None
+            declared = _Declared(generation, shape, message["dtype"], message["nbytes"], codec)
+            self._declared[name, generation] = self._shapes[name, shape, message["dtype"], codec] = declared
             self._generations[name] = max(self._generations.get(name, 0), generation + 1)
         self._placed(name, generation, message["places"])
         if declared.tensor is not None:
@@ -210,13 +214,24 @@ class Session:
             spans = partition(declared.nbytes, self.config.partition_bytes)
             parts = [(key, lane, slot, span.offset, span.length) for (key, lane, slot), span in zip(places, spans, strict=True)]
             self.reporter.name(name, (key for key, _, _ in places))
-            tensor = Tensor(name, declared.dtype, parts, stages_for("cpu", place=self._near.place), generation)
+            tensor = self._tensor(name, declared, parts)
             for handle in declared.pending:
                 self._core.release(handle, tensor)
             declared.pending = []
             # Only now may others take the short way in: rounds start in the order of submission.
             declared.tensor = tensor
             self._settled.notify_all()
+
+    def _tensor(self, name: str, declared: _Declared, parts: list[tuple[int, int, int, int, int]]) -> Tensor:
+        """What the core knows of it. Only who speaks to servers compresses."""
+        codec = declared.codec if self._near.has_lanes else None
+        stages = stages_for("cpu", codec is not None, self._near.place)
+        if codec is None:
+            return Tensor(name, declared.dtype, parts, stages, declared.generation)
+        self._core.open_pool(self.config.compress_threads)
+        dtype = BY_CODE[declared.dtype].name
+        made = [make(codec, dtype, length, key, self._near.sender) for key, _, _, _, length in parts]
+        return Tensor(name, declared.dtype, parts, stages, declared.generation, codec.text(), made)
 
     def _fail_tensor(self, name: str, generation: int, status: int, text: str) -> None:
         with self._lock:
@@ -282,21 +297,28 @@ class Session:
         with self._lock:
             return dict(self._order)
 
-    def declare(self, name: str) -> int:
+    def declare(self, name: str, compression: Compression | None = None) -> int:
         """The index of ``name`` in the order in which this worker first saw names; stable from then on.
 
-        Raises :class:`~bpsx.errors.ConfigError` for what is no name.
+        ``compression``: how its sums travel from now on; the same on all workers, from the same push_pull on. None: as before.
+        Raises :class:`~bpsx.errors.ConfigError` for what is no name, and for compression in asynchronous training.
         """
         _check_name(name, "declare")
+        if compression is not None and compression != NONE and self._async:
+            raise errors.ConfigError(f"{name!r}: compression={compression.text()} with BYTEPS_ENABLE_ASYNC=1: servers add to values of one shape")
         with self._lock:
+            if compression is not None and compression != self._codecs.get(name):       # what is the same stays the same object
+                self._codecs[name] = compression
             return self._order.setdefault(name, len(self._order))
 
     def push_pull(
-        self, name: str, source: View, target: View, *, average: bool, priority: int = 0, will_wait: bool = False, result: object = None,
+        self, name: str, source: View, target: View, *, average: bool, priority: int = 0, will_wait: bool = False,
+        rate: float = 0.0, result: object = None,
     ) -> Handle:
         """Sum (or average) ``source`` over all workers into ``target``; they may be the same memory.
 
         Returns at once. Larger ``priority`` is more urgent. ``will_wait``: the caller waits right away, and so drives the exchange itself.
+        ``rate``: the learning rate, for names whose compression has ef="corrected".
         Raises :class:`~bpsx.errors.ConfigError` for a dtype that cannot be summed.
         """
         if source.shape != target.shape or source.dtype != target.dtype:
@@ -304,7 +326,7 @@ class Session:
         dtype = BY_NAME.get(source.dtype) or dtype_named(source.dtype, repr(name))
         return self._submit(
             name, source.shape, dtype.code, source.nbytes, (source.address, source.nbytes),
-            (target.address, target.nbytes), divisor=self.size if average else 1, priority=priority, will_wait=will_wait,
+            (target.address, target.nbytes), divisor=self.size if average else 1, priority=priority, will_wait=will_wait, rate=rate,
             owner=(source.owner, target.owner), result=result)
 
     def broadcast(self, name: str, view: View, root: int, *, result: object = None) -> Handle:
@@ -335,29 +357,42 @@ class Session:
 
     def _submit(
         self, name: str, shape: tuple[int, ...], dtype: int, nbytes: int, source: Any, target: Any, *, divisor: int, priority: int,
-        will_wait: bool, owner: object, result: object, broadcast: bool = False, asynchronous: bool | None = None,
+        will_wait: bool, owner: object, result: object, broadcast: bool = False, asynchronous: bool | None = None, rate: float = 0.0,
     ) -> Handle:
         """The one way in. ``source`` and ``target`` are what :meth:`Core.prepare` takes; ``asynchronous`` by default if the job is."""
         if self._joining.active:
             self._joining.refuse(name)
         asynchronous = self._async if asynchronous is None else asynchronous
+        codec = self._codec_for(name, dtype, nbytes) if self._codecs and not broadcast else None
         declared = self._tensors.get(name)
-        if declared is not None and declared.tensor is not None and declared.shape == shape and declared.dtype == dtype and not declared.failed:
+        if declared is not None and declared.tensor is not None and declared.shape == shape and declared.dtype == dtype \
+                and declared.codec is codec and not declared.failed:
             return self._core.submit(declared.tensor, source, target, divisor=divisor, broadcast=broadcast, asynchronous=asynchronous,
-                                     priority=priority, will_wait=will_wait, owner=owner, result=result)
+                                     priority=priority, will_wait=will_wait, rate=rate, owner=owner, result=result)
         self._check_new(name, nbytes)
+        if codec is not None:
+            check_fits(codec, BY_CODE[dtype].name, nbytes, repr(name))
+            if self._link is not None and self._near.has_lanes:
+                warm(codec, BY_CODE[dtype].name)        # here, and not on the thread that hears the scheduler
         if not broadcast:
             self._near.check_average(name, dtype, divisor)
         handle = self._core.prepare(name, nbytes, source, target, divisor=divisor, broadcast=broadcast, asynchronous=asynchronous,
-                                    priority=priority, owner=owner, result=result)
+                                    priority=priority, rate=rate, owner=owner, result=result)
         if self._link is None:
             begin = monotonic_ns()
             self._core.copy_through(handle, nbytes)     # a single worker: the sum is what it pushed
             self.reporter.copied(name, begin, nbytes)
             return handle
         with self._lock:
-            self._first_sight(handle, name, shape, dtype, nbytes)
+            self._first_sight(handle, name, shape, dtype, nbytes, codec)
         return handle
+
+    def _codec_for(self, name: str, dtype: int, nbytes: int) -> Compression | None:
+        """How a tensor of this name travels."""
+        given = self._codecs.get(name)
+        if given is None:
+            return None
+        return effective(given, BY_CODE[dtype].name, nbytes, self.config.min_compress_bytes)
 
     def _check_new(self, name: str, nbytes: int) -> None:
         """Whether a tensor can be declared. Raises :class:`~bpsx.errors.ConfigError`."""
@@ -367,39 +402,41 @@ class Session:
             raise errors.ConfigError(f"tensor {name!r} has {nbytes} bytes; with BYTEPS_PARTITION_BYTES={self.config.partition_bytes} "
                                      f"at most {most} are possible")
 
-    def _first_sight(self, handle: Handle, name: str, shape: tuple[int, ...], dtype: int, nbytes: int) -> None:
+    def _first_sight(self, handle: Handle, name: str, shape: tuple[int, ...], dtype: int, nbytes: int, codec: Compression | None) -> None:
         """Find what a name means when it is not what it meant last, or declare it. The lock is held."""
         assert self._link is not None
         if self._closed or self._core.failed:
             self._core.end(handle, *((-6, "bpsx was shut down") if self._closed else (-1, self._core.failed)))
             return
         last = self._tensors.get(name)
-        declared = self._shapes.get((name, shape, dtype))
+        declared = self._shapes.get((name, shape, dtype, codec))
         if declared is not None and declared.failed:
             declared = None
         if last is not declared and last is not None and last.pending:
             # Another meaning of the name is on its way to the scheduler: rounds start in the order of submission, so it goes first.
             while last.pending and not self._core.failed and not self._closed:
                 self._settled.wait(1.0)
-            self._first_sight(handle, name, shape, dtype, nbytes)
+            self._first_sight(handle, name, shape, dtype, nbytes, codec)
             return
         if declared is None:
-            declared = self._declare(name, shape, dtype, nbytes)
+            declared = self._declare(name, shape, dtype, nbytes, codec)
         self._tensors[name] = declared
+        declared.codec = codec      # that object: it is compared by identity
         if declared.tensor is not None:
             self._core.release(handle, declared.tensor)
         else:
             declared.pending.append(handle)
 
-    def _declare(self, name: str, shape: tuple[int, ...], dtype: int, nbytes: int) -> _Declared:
+    def _declare(self, name: str, shape: tuple[int, ...], dtype: int, nbytes: int, codec: Compression | None) -> _Declared:
         """Ask the scheduler for places. The lock is held."""
         assert self._link is not None
         generation = self._generations.get(name, 0)
         self._generations[name] = generation + 1
-        declared = _Declared(generation, shape, dtype, nbytes)
-        self._declared[name, generation] = self._shapes[name, shape, dtype] = declared
+        declared = _Declared(generation, shape, dtype, nbytes, codec)
+        self._declared[name, generation] = self._shapes[name, shape, dtype, codec] = declared
         self._order.setdefault(name, len(self._order))
-        self._link.send("DECLARE", name=name, generation=generation, nbytes=nbytes, dtype=dtype, shape=list(shape))
+        self._link.send("DECLARE", name=name, generation=generation, nbytes=nbytes, dtype=dtype, shape=list(shape),
+                        codec=codec.text() if codec is not None else "")
         return declared
 
     def speed(self) -> tuple[float, float]:

@@ -15,11 +15,13 @@ cdef enum:
     BATCH_BYTES = 131072
     BATCH_RECORDS = 2049        # BATCH_BYTES / HEADER_BYTES, and one that may overhang
     MAX_NAME_BYTES = 4096
+    MAX_CODEC_BYTES = 1024
     NONCE_BYTES = 32
     PROOF_BYTES = 32
 
 cdef enum Kind:
-    REGISTER = 1                # worker -> lane: slot, key, dtype, partition bytes in `cookie`; body: the name
+    REGISTER = 1                # worker -> lane: slot, key, dtype, partition bytes in `cookie`; body: the name, and behind it
+                                # `divisor` bytes that say how the key is compressed, if it is
     PUSH = 2                    # worker -> lane: body is the worker's share; answer with the sum
     ANSWER = 3                  # lane -> worker: body is the result
     ERROR = 4                   # lane -> worker: the round failed; `divisor` holds -status, `slot` and `epoch` two ranks
@@ -32,6 +34,7 @@ cdef enum Flag:
     ASYNC = 4                   # PUSH: add to the lane's value of this key, answer at once; with BROADCAST: the result becomes that value
     DISAGREED = 8               # no body: the sender's workers `divisor` and `priority` asked for different operations; the round has failed.
                                 # If both are one worker, it has called join(), and its broadcast is what failed.
+    PACKED = 16                 # PUSH: the body is compressed, as REGISTER has said
 
 cdef packed struct Header:
     uint32_t magic

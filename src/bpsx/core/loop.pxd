@@ -1,16 +1,19 @@
 # The driver's loop and the hand-over of its role. One thread at a time drives: see "The driver" in ARCHITECTURE.md.
-from libc.stdint cimport int64_t, uint32_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport free
 
-from bpsx.core.partition cimport Task, Tensor
+from bpsx.core.partition cimport Partition, Task, Tensor
 from bpsx.core.machine cimport fall_asleep, hosts, ring_bells, stay_awake
+from bpsx.core.queue cimport heap_pop
 from bpsx.core.receive cimport pump_in
 from bpsx.core.reduce cimport gone_news, pump_machine, take_early
 from bpsx.core.send cimport pump_out
-from bpsx.core.stage cimport adopt, fail_tensor, finish, give_up, start
+from bpsx.core.pool cimport Pool, grow_scratch, work_on
+from bpsx.core.stage cimport adopt, fail_tensor, finish, give_up, pump_pool, start
 from bpsx.core.state cimport Core
-from bpsx.core.status cimport E_MEMORY, E_SHUTDOWN, PENDING
+from bpsx.core.status cimport DONE, E_MEMORY, E_SHUTDOWN, PENDING
 from bpsx.core.sync cimport (
-    atomic_load, atomic_store, lock, notify_all, now_ns, unlock, wait, wait_until, yield_cpu,
+    atomic_add, atomic_load, atomic_store, lock, notify_all, now_ns, unlock, wait, wait_until, yield_cpu,
 )
 
 cdef enum:
@@ -165,6 +168,8 @@ cdef inline void drive(Core *c, Task *until, int64_t deadline_ns) noexcept nogil
         progress = take_news(c)
         if c.machine != NULL:
             progress += pump_machine(c)
+        if c.pool != NULL:
+            progress += pump_pool(c)
         progress += pump_out(c)
         progress += pump_in(c)
         if c.machine != NULL:
@@ -187,6 +192,42 @@ cdef inline void drive(Core *c, Task *until, int64_t deadline_ns) noexcept nogil
             continue
         park(c, deadline_ns)
         idle_since = 0
+
+
+cdef inline void codec_thread(Core *c, uint32_t me) noexcept nogil:
+    """One of the pool's threads: encode and decode until it is told to stop."""
+    cdef Pool *pool = c.pool
+    cdef Partition *p
+    cdef char *scratch = NULL
+    cdef uint64_t capacity = 0
+    lock(&pool.monitor)
+    while not pool.stopping:
+        if pool.todo.size == 0:
+            wait(&pool.monitor)
+            continue
+        p = heap_pop(&pool.todo)
+        if p.tensor.status != DONE:
+            continue                        # its tasks have been failed
+        pool.at_work[me] = p
+        unlock(&pool.monitor)
+        if grow_scratch(&scratch, &capacity, p.packed.scratch):
+            work_on(p, scratch)
+        else:
+            p.codec_status = E_MEMORY
+        lock(&pool.monitor)
+        pool.at_work[me] = NULL
+        p.next_done = pool.done
+        pool.done = p
+        atomic_add(&pool.ready, 1)
+        notify_all(&pool.monitor)           # who has failed the tensor may wait for this
+        unlock(&pool.monitor)
+        lock(&c.monitor)
+        atomic_store(&c.news, 1)
+        kick(c)
+        unlock(&c.monitor)
+        lock(&pool.monitor)
+    unlock(&pool.monitor)
+    free(scratch)
 
 
 cdef inline bint wait_for(Core *c, Task *task, int64_t deadline_ns) noexcept nogil:

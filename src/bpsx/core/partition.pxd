@@ -5,6 +5,7 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from bpsx.core.header cimport PROOF_BYTES
+from bpsx.core.packed cimport Packed
 from bpsx.core.post cimport Post
 
 cdef enum:
@@ -27,6 +28,10 @@ cdef struct Partition:
     uint32_t divisor            # what the server shall do with it, see Header
     int64_t entered_ns          # its present stage, where it is recorded
     Tensor *tensor
+    Packed *packed              # NULL: travels as it is
+    bint encodes                # the pool shall encode it; else decode
+    int codec_status            # of that
+    Partition *next_done        # back from the pool
     # With several processes on this machine, see reduce.pxd:
     uint32_t share_side         # elsewhere: which of its two places the share takes next
     Post *shares                # by local rank: what has been posted for this round; flags 0: nothing yet
@@ -47,6 +52,8 @@ cdef struct Tensor:
     uint32_t detail_b
     char *name                  # UTF-8
     uint32_t name_bytes
+    char *codec                 # compression, as compression.py says it in a line
+    uint32_t codec_bytes        # 0: none
     Task *current               # the task whose partitions are under way
     int64_t started_ns          # when that was submitted
     bint waits_for_others       # whether that needs other workers' pushes
@@ -69,6 +76,7 @@ cdef struct Task:
     bint broadcast
     bint asynchronous           # waits for no other worker; a broadcast: sets the servers' value
     int32_t priority
+    double rate                 # the learning rate, where compression asks for it
     uint32_t remaining          # partitions not home yet
     int64_t status              # PENDING until the driver is done with it; read atomically
     int64_t wire                # bodies that the transport still holds

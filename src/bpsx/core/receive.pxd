@@ -3,10 +3,11 @@ from libc.stddef cimport size_t
 from libc.string cimport memcmp, memcpy
 
 from bpsx.core.header cimport ANSWER, ERROR, PONG, PROOF_BYTES, Header, next_record
+from bpsx.core.packed cimport most_bytes
 from bpsx.core.partition cimport Partition
 from bpsx.core.stage cimport PULL, advance, fail_partition
 from bpsx.core.state cimport Core
-from bpsx.core.status cimport DONE, E_JOINED, E_PROTOCOL
+from bpsx.core.status cimport DONE, E_CODEC, E_JOINED, E_PROTOCOL
 from bpsx.core.watch cimport watched
 from bpsx.core.watching cimport spoke
 from bpsx.transports.abi cimport Message
@@ -52,11 +53,17 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
         status = -<int>h.divisor
         if status == E_JOINED:
             h.slot = p.tensor.current.divisor       # the broadcast's root; the server knows machines at most
-        fail_partition(c, p, status if -9 <= status <= -1 else E_PROTOCOL, h.slot, h.epoch)
+        fail_partition(c, p, status if E_CODEC <= status <= -1 else E_PROTOCOL, h.slot, h.epoch)
         return 0
-    if h.length != p.length:
+    if p.packed != NULL:
+        if h.length > most_bytes(p.packed):
+            return -1
+        p.packed.size = h.length
+        if h.length:
+            memcpy(p.packed.wire, body, h.length)       # an answer means that the server has had what lay there
+    elif h.length != p.length:
         return -1
-    if p.length:
+    elif p.length:
         memcpy(p.target, body, p.length)
     advance(c, p)
     return 0

@@ -4,7 +4,8 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from bpsx.core.header cimport (
-    ASYNC, BATCH_BYTES, BATCH_RECORDS, BROADCAST, DISAGREED, HEADER_BYTES, INLINE, INLINE_BYTES, NONCE_BYTES, PING, PUSH as K_PUSH, REGISTER,
+    ASYNC, BATCH_BYTES, BATCH_RECORDS, BROADCAST, DISAGREED, HEADER_BYTES, INLINE, INLINE_BYTES, NONCE_BYTES, PACKED, PING, PUSH as K_PUSH,
+    REGISTER,
     Header, header_init, padded,
 )
 from bpsx.core.partition cimport Lane, Partition, Task
@@ -75,11 +76,17 @@ cdef inline bint has_credit(Core *c, Lane *lane, uint64_t bytes) noexcept nogil:
 
 
 cdef inline uint64_t push_bytes(Partition *p) noexcept nogil:
+    if p.packed != NULL:
+        return p.packed.size
     return p.length if p.source != NULL else 0
 
 
+cdef inline char *push_body(Partition *p) noexcept nogil:
+    return <char *>p.packed.wire if p.packed != NULL else p.source
+
+
 cdef inline uint64_t register_size(Partition *p) noexcept nogil:
-    return 0 if p.registered else HEADER_BYTES + padded(p.tensor.name_bytes)
+    return 0 if p.registered else HEADER_BYTES + padded(p.tensor.name_bytes + p.tensor.codec_bytes)
 
 
 cdef inline char *put_register(Core *c, Partition *p, char *at) noexcept nogil:
@@ -94,11 +101,13 @@ cdef inline char *put_register(Core *c, Partition *p, char *at) noexcept nogil:
     h.slot = p.slot
     h.epoch = c.epoch
     h.cookie = p.length
-    h.length = p.tensor.name_bytes
+    h.divisor = p.tensor.codec_bytes
+    h.length = p.tensor.name_bytes + p.tensor.codec_bytes
     memcpy(at, &h, HEADER_BYTES)
     at += HEADER_BYTES
     memset(at, 0, padded(h.length))
-    memcpy(at, p.tensor.name, h.length)
+    memcpy(at, p.tensor.name, p.tensor.name_bytes)
+    memcpy(at + p.tensor.name_bytes, p.tensor.codec, p.tensor.codec_bytes)
     p.registered = True
     return at + padded(h.length)
 
@@ -107,7 +116,8 @@ cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noex
     cdef Header h
     cdef Task *task = p.tensor.current
     header_init(&h, K_PUSH, c.job, c.rank)
-    h.flags = (INLINE if with_body else 0) | (BROADCAST if task.broadcast else 0) | (ASYNC if task.asynchronous else 0)
+    h.flags = (INLINE if with_body else 0) | (BROADCAST if task.broadcast else 0) | (ASYNC if task.asynchronous else 0) | \
+        (PACKED if p.packed != NULL else 0)
     h.dtype = p.tensor.dtype
     h.key = p.key
     h.slot = p.slot
@@ -126,7 +136,7 @@ cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noex
     memcpy(at, &h, HEADER_BYTES)
     at += HEADER_BYTES
     if with_body and h.length:
-        memcpy(at, p.source, h.length)
+        memcpy(at, push_body(p), h.length)
         memset(at + h.length, 0, padded(h.length) - h.length)
         at += padded(h.length)
     return at
@@ -138,7 +148,7 @@ cdef inline void send_large(Core *c, Lane *lane, Partition *p) noexcept nogil:
     cdef Task *task = p.tensor.current
     cdef char *head = <char *>malloc(head_size)
     # A stand-in's memory belongs to the machine, and it is gone when the round is over.
-    cdef Wire *w = take_credit(c, lane, task if task.handle != NULL else NULL, p.length) if head != NULL else NULL
+    cdef Wire *w = take_credit(c, lane, task if task.handle != NULL else NULL, push_bytes(p)) if head != NULL else NULL
     cdef int rc
     if w == NULL:
         free(head)
@@ -146,7 +156,7 @@ cdef inline void send_large(Core *c, Lane *lane, Partition *p) noexcept nogil:
         return
     put_push(c, p, put_register(c, p, head), False)
     rc = c.endpoint.send(
-        c.endpoint.self, p.lane, head, head_size, NULL, NULL, p.source, p.length, body_done, w)
+        c.endpoint.self, p.lane, head, head_size, NULL, NULL, push_body(p), push_bytes(p), body_done, w)
     free(head)
     if rc != 0:
         give_up(c, E_TRANSPORT)

@@ -6,9 +6,10 @@ from libc.stdlib cimport free, realloc
 
 from bpsx.core.machine cimport Machine, everybody_in, know_tensor, post_results
 from bpsx.core.partition cimport Partition, Task, Tensor
+from bpsx.core.pool cimport pool_forget, pool_give, pool_take
 from bpsx.core.queue cimport heap_push
 from bpsx.core.state cimport Core
-from bpsx.core.status cimport DONE, E_LEFT, E_MEMORY
+from bpsx.core.status cimport DONE, E_LEFT, E_MEMORY, E_PROTOCOL
 from bpsx.core.sync cimport atomic_store, lock, notify_all, now_ns, unlock
 from bpsx.core.watch cimport watched
 from bpsx.core.watching cimport began, ended, passed
@@ -52,6 +53,17 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
         p.order = c.next_order
         c.next_order += 1
         if heap_push(&c.machine.work, p) != 0:
+            give_up(c, E_MEMORY)
+    elif stage == COMPRESS or stage == DECOMPRESS:
+        if p.source == NULL and stage == COMPRESS:      # the machine's processes disagree: what travels is that
+            p.packed.size = 0
+            advance(c, p)
+            return
+        p.encodes = stage == COMPRESS
+        p.priority = p.tensor.current.priority
+        p.order = c.next_order
+        c.next_order += 1
+        if pool_give(c.pool, p) != 0:
             give_up(c, E_MEMORY)
     elif stage == COORDINATE_REDUCE:
         if everybody_in(c.machine, p):
@@ -118,6 +130,23 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
     unlock(&c.monitor)
     if stands_in:
         free(task)
+
+
+cdef inline int pump_pool(Core *c) noexcept nogil:
+    """Take back what the pool has encoded and decoded. Returns how many partitions."""
+    cdef Partition *p = pool_take(c.pool)
+    cdef Partition *following
+    cdef int n = 0
+    while p != NULL:
+        following = p.next_done
+        if p.tensor.status == DONE and p.tensor.current != NULL:
+            if p.codec_status == 0:
+                advance(c, p)
+            else:
+                fail_partition(c, p, E_PROTOCOL, c.rank, 0)
+        p = following
+        n += 1
+    return n
 
 
 cdef inline bint deserted(Machine *m, uint32_t *who, bint under_way) noexcept nogil:
@@ -199,6 +228,8 @@ cdef inline void fail_tensor(Core *c, Tensor *tensor, int status) noexcept nogil
     cdef Task *task = tensor.current
     cdef Task *following
     tensor.status = status
+    if c.pool != NULL:
+        pool_forget(c.pool, tensor)
     tensor.current = NULL
     if task != NULL:
         finish(c, task, status)

@@ -2,6 +2,7 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from bpsx.core.machine cimport Machine
+from bpsx.core.pool cimport Pool
 from bpsx.core.partition cimport Counters, Lane, Partition, Task, Tensor
 from bpsx.core.sync cimport Monitor
 from bpsx.core.watch cimport Watch
@@ -13,6 +14,7 @@ cdef struct Core:
     uint32_t rank               # as the servers know this process: its machine's number if only one of the machine speaks to them
     uint32_t epoch
     int64_t credit              # bytes per lane; 0: no bound
+    Pool *pool                  # NULL: nothing is compressed
     Machine *machine            # NULL: no other process of this machine shares the work
     uint32_t processes          # workers for whom one push stands
     int64_t spin_ns             # how long a driver without work yields before it parks

@@ -3,7 +3,7 @@
 # In place wherever input and output have one type: a vectorised loop needs to know that two pointers are either one or disjoint.
 # Types whose sums need a wider accumulator (halves: float32; 8-bit integers: int32) have `start` and `finish` too, for three and
 # more workers; for the others they are NULL.
-from libc.stdint cimport int64_t, uint32_t, uintptr_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 
 # a[i] = narrow((wide(a[i]) + wide(b[i])) / divisor)
 ctypedef void (*pair_fn)(void *a, void *b, int64_t n, int64_t divisor) noexcept nogil
@@ -15,6 +15,14 @@ ctypedef void (*start_fn)(void *acc, void *a, void *b, int64_t n) noexcept nogil
 ctypedef void (*finish_fn)(void *out, void *acc, void *src, int64_t n, int64_t divisor) noexcept nogil
 # a[i] = narrow(wide(a[i]) / divisor)
 ctypedef void (*divide_fn)(void *a, int64_t n, int64_t divisor) noexcept nogil
+
+# Compressors, see codecs.py. encode returns the bytes written; decode 0, or -1 for bytes that are none of its codec's.
+ctypedef int64_t (*encode_fn)(
+    void *g, void *e, void *m, uint8_t *wire, uint8_t *scratch, double *state, int64_t *options, int64_t n, uint64_t counter, double factor, double mu,
+) noexcept nogil
+ctypedef int64_t (*decode_fn)(uint8_t *wire, int64_t size, void *out, uint8_t *scratch, int64_t *options, int64_t n, int64_t add) noexcept nogil
+# out[i] = in[i], in another type
+ctypedef void (*convert_fn)(void *out, void *elements, int64_t n) noexcept nogil
 
 cdef struct Kernels:
     int itemsize

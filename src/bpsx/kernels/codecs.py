@@ -31,6 +31,7 @@ SLACK = 64
 _BUILT_IN = ("onebit", "topk", "randomk", "dithering", "half", "plain")
 _lock = threading.RLock()
 _codecs: dict[str, Codec] = {}
+_conversions: dict[str, tuple[int, int, tuple[object, ...]]] = {}
 _loaded: dict[tuple[str, str, bool, bool], Compiled] = {}
 
 #: encode(g, e, m, wire, scratch, state, options, n, counter, factor, mu) -> bytes written.
@@ -112,6 +113,16 @@ def load_codec(name: str, wide: str, residual: bool, momentum: bool) -> Compiled
 
             _loaded[key] = compiling.load(codec(name), wide, residual, momentum)
         return _loaded[key]
+
+
+def load_conversion(dtype: str) -> tuple[int, int, tuple[object, ...]]:
+    """Addresses of what widens elements of ``dtype`` and narrows them again, 0 where they are wide already. Thread-safe."""
+    with _lock:
+        if dtype not in _conversions:
+            from bpsx.kernels.cpu import convert
+
+            _conversions[dtype] = convert.load(dtype)
+        return _conversions[dtype]
 
 
 def checked_flag(key: str, value: Any) -> bool:

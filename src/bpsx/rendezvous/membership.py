@@ -207,7 +207,7 @@ class Membership:
         if node is None or node.role != "worker" or self.registry is None:
             return []
         name, generation = m["name"], m["generation"]
-        known, told = self.registry.declare(node.rank, name, generation, m["nbytes"], m["dtype"], m["shape"])
+        known, told = self.registry.declare(node.rank, name, generation, m["nbytes"], m["dtype"], m["shape"], m["codec"])
         answer: dict[str, Any] = {"type": "PLACED", "name": name, "generation": generation, "places": [list(p) for p in known.places]}
         if known.failure:
             answer = {"type": "FAILED", "tensors": [[name, generation]], "status": known.status, "text": known.failure}
@@ -247,7 +247,7 @@ class Membership:
             return []
         machine = range(root.rank // n * n, root.rank)
         return [(root.ident, {"type": "ADOPT", "name": name, "generation": generation, "nbytes": d.nbytes, "dtype": d.dtype,
-                              "shape": list(d.shape), "places": [list(p) for p in d.places]})
+                              "shape": list(d.shape), "codec": d.codec, "places": [list(p) for p in d.places]})
                 for name, generation, d in self.registry.adopt(root.rank, machine)]
 
     def cleared(self, ident: bytes, m: dict[str, Any]) -> list[Output]:

@@ -21,7 +21,7 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
     "HELLO": {"protocol": _POSITION, "role": (str, 1, 16), "rank": (int, -1, 2**31), "host": _TEXT, "pid": _POSITION,
               "lanes": (list, 0, 4096), "config": (dict, 0, 64)},
     "DECLARE": {"name": (str, 1, MAX_NAME), "generation": _POSITION, "nbytes": (int, 0, 2**62), "dtype": (int, 0, 255),
-                "shape": (list, 0, 64)},
+                "shape": (list, 0, 64), "codec": (str, 0, 1024)},
     "WAITING": {"tensors": (list, 0, 4096), "more": (bool, 0, 1)},
     "JOIN": {},
     "CLEARED": {"generation": _POSITION},

@@ -1,6 +1,6 @@
 """What each tensor name means, for the whole job. Pure: the hub's one thread owns it.
 
-The n-th declaration of a name on one worker must equal the n-th on every other: same shape, same dtype. The first to declare
+The n-th declaration of a name on one worker must equal the n-th on every other: same shape, same dtype, same compression. The first to declare
 causes the placement; whoever differs causes a mismatch, which everybody is told who has declared it or will.
 """
 
@@ -21,15 +21,16 @@ class Declared:
     nbytes: int
     dtype: int
     shape: tuple[int, ...]
+    codec: str              # how it is compressed, as compression.py says it; "": not at all
     ranks: list[int]
     places: list[Place] = field(default_factory=list)
     failure: str = ""
     status: int = 0         # of the failure; a code of core/status.pxd
 
     def describe(self) -> str:
-        """Shape and dtype, for people."""
+        """Shape, dtype and compression, for people."""
         dtype = BY_CODE[self.dtype].name if self.dtype in BY_CODE else f"dtype {self.dtype}"
-        return f"{dtype} of shape {self.shape}"
+        return f"{dtype} of shape {self.shape}" + (f", compressed with {self.codec}" if self.codec else "")
 
 
 class Registry:
@@ -41,13 +42,13 @@ class Registry:
         self._tensors: dict[tuple[str, int], Declared] = {}
 
     def declare(
-        self, rank: int, name: str, generation: int, nbytes: int, dtype: int, shape: Sequence[int],
+        self, rank: int, name: str, generation: int, nbytes: int, dtype: int, shape: Sequence[int], codec: str = "",
     ) -> tuple[Declared, list[int]]:
         """Worker ``rank`` declares a tensor. Returns what is known of it now and the ranks that have to be told.
 
         With ``failure`` set, those ranks have to hear that; else the one rank has to hear the places.
         """
-        wanted = Declared(nbytes, dtype, tuple(shape), [rank])
+        wanted = Declared(nbytes, dtype, tuple(shape), codec, [rank])
         known = self._tensors.get((name, generation))
         if known is None:
             if nbytes > PARTS_PER_TENSOR * self._partition_bytes:
@@ -57,9 +58,9 @@ class Registry:
             self._tensors[name, generation] = wanted
             return wanted, [rank]
         told = [rank]
-        if not known.failure and (known.dtype, known.shape, known.nbytes) != (wanted.dtype, wanted.shape, wanted.nbytes):
+        if not known.failure and (known.dtype, known.shape, known.nbytes, known.codec) != (dtype, wanted.shape, nbytes, codec):
             known.failure = (f"tensor {name!r}: worker {known.ranks[0]} has {known.describe()}, worker {rank} has {wanted.describe()}; "
-                             "all workers must push the same shape and dtype under one name")
+                             "all workers must push the same shape and dtype, compressed alike, under one name")
             known.status = -2
             told += [r for r in known.ranks if r != rank]
         if rank not in known.ranks:

@@ -3,11 +3,11 @@
 cimport cython
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stddef cimport size_t
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memset
 
-from bpsx.core.header cimport ASYNC, BROADCAST, MAX_NAME_BYTES, NONCE_BYTES, PING, PUSH, REGISTER, Header, next_record
+from bpsx.core.header cimport ASYNC, BROADCAST, MAX_CODEC_BYTES, MAX_NAME_BYTES, NONCE_BYTES, PING, PUSH, REGISTER, Header, next_record
 from bpsx.core.status cimport E_LEFT, E_MEMORY, E_PROTOCOL
 from bpsx.core.sync cimport atomic_load, atomic_store, now_ns, yield_cpu
 from bpsx.core.watch cimport Watch, watched
@@ -17,6 +17,8 @@ from bpsx.server.delta cimport push_delta
 from bpsx.server.lane cimport (
     MAX_PARTITION_BYTES, MAX_SLOTS, N_DTYPES, RECEIVE_AT_ONCE, Lane as CLane, Out,
 )
+from bpsx.core.packed cimport packed_new
+from bpsx.server.packed cimport add_packed, hold_packed
 from bpsx.server.notes cimport note_delta, note_key, note_message, note_push, note_sum
 from bpsx.server.pending cimport keep_pending
 from bpsx.server.store cimport (
@@ -24,7 +26,9 @@ from bpsx.server.store cimport (
 )
 from bpsx.transports.abi cimport Endpoint, Message
 
-from bpsx.dtypes import BY_CODE
+from bpsx.compression import make, parse
+from bpsx.dtypes import BY_CODE, BY_NAME
+from bpsx.errors import ConfigError
 from bpsx.kernels import load as load_kernels
 from bpsx.secret import lane_proof
 
@@ -38,6 +42,20 @@ cdef bint load(CLane *lane, int dtype) noexcept with gil:
         return True
     except Exception as e:
         (<Lane>lane.owner).broken = e
+        lane.dropped += 1
+        return False
+
+
+cdef bint make_packed(CLane *lane, Entry *e, const char *codec, uint32_t length) noexcept with gil:
+    """Load what a compressed key needs. False if `codec` makes no sense. Without memory or kernels nobody gets his sum, and the lane ends."""
+    try:
+        (<Lane>lane.owner).pack(codec[:length], e.dtype, e.nbytes, e.key, <uintptr_t>e)
+        return True
+    except ConfigError as x:
+        (<Lane>lane.owner).log(f"a worker has announced a key whose compression is not known here: {x}")
+        return False
+    except Exception as x:
+        (<Lane>lane.owner).broken = x
         lane.dropped += 1
         return False
 
@@ -75,8 +93,11 @@ cdef int register(CLane *lane, Header *h, const char *name) noexcept nogil:
     """A worker announces a key. All announcements of a slot must agree; the scheduler has seen to that."""
     cdef Entry *e
     cdef Kernels *k
-    if h.slot >= MAX_SLOTS or h.dtype >= N_DTYPES or h.cookie > MAX_PARTITION_BYTES or h.length > MAX_NAME_BYTES:
+    cdef uint32_t codec_bytes = h.divisor
+    if h.slot >= MAX_SLOTS or h.dtype >= N_DTYPES or h.cookie > MAX_PARTITION_BYTES or codec_bytes > MAX_CODEC_BYTES or \
+            h.length < codec_bytes or h.length - codec_bytes > MAX_NAME_BYTES:
         return -1
+    h.length -= codec_bytes
     if h.slot < lane.n_entries and lane.entries[h.slot] != NULL:
         e = lane.entries[h.slot]
         return 0 if e.key == h.key and e.nbytes == h.cookie and e.dtype == h.dtype else -1
@@ -88,14 +109,23 @@ cdef int register(CLane *lane, Header *h, const char *name) noexcept nogil:
     lane.entries[h.slot] = entry_new(h.key, h.cookie, h.dtype, k, lane.workers)
     if lane.entries[h.slot] == NULL:
         return -1
+    if codec_bytes and not make_packed(lane, lane.entries[h.slot], name + h.length, codec_bytes):
+        entry_free(lane.entries[h.slot])
+        lane.entries[h.slot] = NULL
+        return -1
     if lane.watch != NULL:
         note_key(lane.watch, h, name)
     return 0
 
 
-cdef void hold(CLane *lane, Entry *e, uint32_t rank, Message *m, char *body, bint *kept) noexcept nogil:
+cdef void hold(CLane *lane, Entry *e, uint32_t rank, Message *m, char *body, uint64_t length, bint *kept) noexcept nogil:
     """Fixed order, and it is not this rank's turn: keep its push."""
     cdef Share *share = &e.shares[rank]
+    share.length = length
+    if e.packed != NULL:
+        if not hold_packed(share, body, length):
+            e.status = E_MEMORY
+        return
     if m != NULL and body == m.body:
         share.message = m
         share.body = body
@@ -108,8 +138,10 @@ cdef void hold(CLane *lane, Entry *e, uint32_t rank, Message *m, char *body, bin
         memcpy(share.body, body, e.nbytes)
 
 
-cdef void add_share(CLane *lane, Entry *e, Message *m, char *body, bint *kept) noexcept nogil:
-    if e.nbytes and add(e, m, body, lane.workers, kept) != 0:
+cdef void add_share(CLane *lane, Entry *e, uint32_t rank, Message *m, char *body, uint64_t length, bint *kept) noexcept nogil:
+    if e.packed != NULL:
+        add_packed(e, rank, body, length)
+    elif e.nbytes and add(e, m, body, lane.workers, kept) != 0:
         e.status = E_MEMORY
 
 
@@ -131,7 +163,7 @@ cdef void add_held(CLane *lane, Entry *e) noexcept nogil:
             return
         share = &e.shares[e.next_rank]
         kept = False
-        add_share(lane, e, share.message, share.body, &kept)
+        add_share(lane, e, e.next_rank, share.message, share.body, share.length, &kept)
         if share.message == NULL:
             free(share.body)
         elif not kept:
@@ -171,13 +203,13 @@ cdef void contribute(CLane *lane, Entry *e, Header *h, Message *m, char *body, b
     if lane.fixed_order and lane.workers > 2 and e.nbytes:
         pass_joined(lane, e)
         if h.sender != e.next_rank:
-            hold(lane, e, h.sender, m, body, kept)
+            hold(lane, e, h.sender, m, body, h.length, kept)
             return
-        add_share(lane, e, m, body, kept)
+        add_share(lane, e, h.sender, m, body, h.length, kept)
         e.next_rank += 1
         add_held(lane, e)
         return
-    add_share(lane, e, m, body, kept)
+    add_share(lane, e, h.sender, m, body, h.length, kept)
 
 
 cdef bint lacks_somebody(CLane *lane, Entry *e, uint32_t *who) noexcept nogil:
@@ -422,6 +454,20 @@ cdef class Lane:
         found = load_kernels(dtype)
         self.kept.append(found)
         fill_in(&self.c.kernels[dtype], found)
+
+    def pack(self, codec: bytes, dtype: int, nbytes: int, key: int, uintptr_t entry) -> None:
+        """Give an entry what its compression needs. Raises :class:`~bpsx.errors.ConfigError` for what is none."""
+        cdef Entry *e = <Entry *>entry
+        try:
+            given = parse(codec.decode())
+        except UnicodeDecodeError:
+            raise ConfigError("not UTF-8") from None
+        made = make(given, BY_CODE[dtype].name, nbytes, key, None)
+        wide = BY_NAME["float64" if made.wide_itemsize == 8 else "float32"].code
+        self.load(wide)
+        self.kept.append(made)
+        e.packed = packed_new(made)
+        e.wide_kernels = &self.c.kernels[wide]
 
     def log(self, text: str) -> None:
         self.logger(text)

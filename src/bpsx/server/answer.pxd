@@ -5,36 +5,38 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from bpsx.core.header cimport ANSWER, BATCH_BYTES, ERROR, HEADER_BYTES, INLINE, INLINE_BYTES, PONG, PROOF_BYTES, Header, header_init, padded
-from bpsx.core.status cimport E_JOINED, E_MEMORY, E_MISMATCH
+from bpsx.core.status cimport E_CODEC, E_JOINED, E_MEMORY, E_MISMATCH
 from bpsx.core.sync cimport atomic_add
 from bpsx.server.lane cimport Lane, Out
 from bpsx.server.notes cimport note_closed, note_closing
+from bpsx.server.packed cimport encode_sum
 from bpsx.server.store cimport Entry, finish_sum, memory_for, open_next_round
 from bpsx.transports.abi cimport Message
 
 # A result on its way to several workers: the message that holds it is let go with the last of them.
 cdef struct Result:
     Lane *lane
-    Message *message
+    Message *message            # or NULL, and it lies in
+    char *memory                # ... which is freed
     int64_t references
-
-
-cdef inline void result_done(void *data, void *hint) noexcept nogil:
-    cdef Result *r = <Result *>hint
-    if atomic_add(&r.references, -1) == 0:
-        r.lane.endpoint.release(r.lane.endpoint.self, r.message)
-        free(r.message)
-        free(r)
-
-
-cdef inline void frame_done(void *data, void *hint) noexcept nogil:
-    free(data)
 
 
 cdef inline void let_go(Lane *lane, Message *m) noexcept nogil:
     if m != NULL:
         lane.endpoint.release(lane.endpoint.self, m)
         free(m)
+
+
+cdef inline void result_done(void *data, void *hint) noexcept nogil:
+    cdef Result *r = <Result *>hint
+    if atomic_add(&r.references, -1) == 0:
+        let_go(r.lane, r.message)
+        free(r.memory)
+        free(r)
+
+
+cdef inline void frame_done(void *data, void *hint) noexcept nogil:
+    free(data)
 
 
 cdef inline void flush(Lane *lane, uint32_t rank) noexcept nogil:
@@ -113,17 +115,18 @@ cdef inline Result *result_in(Lane *lane, Message *m, uint32_t receivers) noexce
         return NULL
     r.lane = lane
     r.message = m
+    r.memory = NULL
     r.references = receivers
     return r
 
 
-cdef inline void send_result(Lane *lane, Entry *e, uint32_t rank, uint64_t cookie, Result *r, char *body) noexcept nogil:
+cdef inline void send_result(Lane *lane, Entry *e, uint32_t rank, uint64_t cookie, Result *r, char *body, uint64_t length) noexcept nogil:
     cdef Header h
     reply_header(lane, &h, ANSWER, rank, e, cookie)
-    h.length = e.nbytes
-    lane.endpoint.send(lane.endpoint.self, rank, &h, HEADER_BYTES, NULL, NULL, body, e.nbytes, result_done, r)
+    h.length = length
+    lane.endpoint.send(lane.endpoint.self, rank, &h, HEADER_BYTES, NULL, NULL, body, length, result_done, r)
     if lane.watch != NULL:
-        lane.watch.sent += HEADER_BYTES + e.nbytes
+        lane.watch.sent += HEADER_BYTES + length
     lane.messages_out += 1
 
 
@@ -134,18 +137,39 @@ cdef inline void answer_large(Lane *lane, Entry *e) noexcept nogil:
         return
     for rank in range(lane.workers):
         if e.shares[rank].pushed:
-            send_result(lane, e, rank, e.shares[rank].cookie, r, e.sum)
+            send_result(lane, e, rank, e.shares[rank].cookie, r, e.sum, e.nbytes)
 
 
-cdef inline void answer_small(Lane *lane, Entry *e) noexcept nogil:
+cdef inline void answer_small(Lane *lane, Entry *e, char *body, uint64_t length) noexcept nogil:
     cdef Header h
     cdef uint32_t rank
     for rank in range(lane.workers):
         if e.shares[rank].pushed:
             reply_header(lane, &h, ANSWER, rank, e, e.shares[rank].cookie)
-            h.length = e.nbytes
-            put_record(lane, rank, &h, e.sum)
-    let_go(lane, e.first)
+            h.length = length
+            put_record(lane, rank, &h, body)
+
+
+cdef inline void answer_packed(Lane *lane, Entry *e) noexcept nogil:
+    """Encode the sum, once, and answer with that. Without memory it is lost and counted, which ends the lane and so the job."""
+    cdef uint32_t rank
+    cdef char *wire = encode_sum(e)
+    cdef Result *r = NULL
+    if wire == NULL:
+        lane.dropped += 1
+        return
+    if e.packed.size <= INLINE_BYTES:
+        answer_small(lane, e, wire, e.packed.size)
+        free(wire)
+        return
+    r = result_in(lane, NULL, e.pushed)
+    if r == NULL:
+        free(wire)
+        return
+    r.memory = wire
+    for rank in range(lane.workers):
+        if e.shares[rank].pushed:
+            send_result(lane, e, rank, e.shares[rank].cookie, r, wire, e.packed.size)
 
 
 cdef inline void fail_round(Lane *lane, Entry *e) noexcept nogil:
@@ -154,7 +178,7 @@ cdef inline void fail_round(Lane *lane, Entry *e) noexcept nogil:
     Not before the round is whole, or the workers' counts of rounds would part; except when it will never be.
     """
     cdef uint32_t rank
-    if e.status == E_MISMATCH and not e.named:
+    if (e.status == E_MISMATCH or e.status == E_CODEC) and not e.named:
         e.detail_a = (e.detail_a + 1) * lane.processes - 1      # whoever speaks for a machine is its last worker
         e.detail_b = (e.detail_b + 1) * lane.processes - 1
         e.named = True
@@ -184,10 +208,13 @@ cdef inline void close_round(Lane *lane, Entry *e) noexcept nogil:
     if lane.watch != NULL:
         note_closing(lane, e)
     if e.status == 0:
-        if e.first != NULL and e.nbytes > INLINE_BYTES:
+        if e.packed != NULL and not e.broadcast:
+            answer_packed(lane, e)
+        elif e.first != NULL and e.nbytes > INLINE_BYTES:
             answer_large(lane, e)
         else:
-            answer_small(lane, e)
+            answer_small(lane, e, e.sum, e.nbytes)
+            let_go(lane, e.first)
         lane.rounds += 1
         lane.bytes += e.nbytes
     else:

@@ -9,7 +9,8 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
-from bpsx.core.header cimport ASYNC, BROADCAST, DISAGREED, Header
+from bpsx.core.header cimport ASYNC, BROADCAST, DISAGREED, PACKED, Header
+from bpsx.core.packed cimport Packed, most_bytes, packed_free
 from bpsx.core.status cimport E_JOINED, E_MISMATCH
 from bpsx.kernels.abi cimport Kernels, accumulate, wants_wide
 from bpsx.transports.abi cimport Message
@@ -28,6 +29,7 @@ cdef struct Share:
     uint64_t cookie
     Message *message            # held until its turn in fixed order; NULL: nothing held
     char *body
+    uint64_t length             # of a compressed one
 
 cdef struct Entry:
     uint64_t key
@@ -49,6 +51,13 @@ cdef struct Entry:
     char *small                 # a small key's own memory for the same, nbytes
     char *wide                  # accumulator of the wide type, for half and 8-bit types of three and more workers
     char *sum                   # where the result is: first.body or small
+    # Of a compressed key, else NULL; see packed.pxd:
+    Packed *packed
+    Kernels *wide_kernels       # of the wide type
+    char *acc                   # the sum, elements of the wide type
+    char *scratch
+    uint64_t scratch_bytes
+    double rate                 # the learning rate of the open round
     char *value                 # what asynchronous pushes add to, nbytes; NULL: none yet, and so zeros
     uint32_t rounds             # that have ended
     # For those who watch (server/notes.pxd):
@@ -79,6 +88,9 @@ cdef inline void entry_free(Entry *e) noexcept nogil:
     free(e.small)
     free(e.wide)
     free(e.value)
+    free(e.acc)
+    free(e.scratch)
+    packed_free(e.packed)
     free(e)
 
 
@@ -108,6 +120,10 @@ cdef inline Verdict count_push(Entry *e, Header *h, uint32_t workers) noexcept n
     cdef bint disagreed = (h.flags & DISAGREED) != 0
     if disagreed or broadcast and h.divisor != h.sender:
         expected = 0
+    elif e.packed != NULL and not broadcast:
+        if not h.flags & PACKED or h.length > most_bytes(e.packed):
+            return MALFORMED
+        expected = h.length
     if h.key != e.key or h.dtype != e.dtype or h.length != expected or h.divisor == 0 and not (broadcast or disagreed):
         return MALFORMED
     if broadcast and not disagreed and h.divisor >= workers:
@@ -176,7 +192,7 @@ cdef inline void finish_sum(Entry *e, uint32_t workers) noexcept nogil:
     """Do what `add` does with the last worker's push where that never comes: the others were joined, and count as zeros."""
     cdef Kernels *k = e.kernels
     cdef int64_t n = e.nbytes // k.itemsize
-    if e.added == 0 or e.added >= workers or e.nbytes == 0:
+    if e.added == 0 or e.added >= workers or e.nbytes == 0 or e.packed != NULL:
         return
     if e.added > 1 and wants_wide(k, workers):
         memset(e.sum, 0, e.nbytes)

@@ -20,7 +20,7 @@ from bpsx.kernels import Kernels
 from bpsx.kernels.cpu.halves import BLOCK, add_block_float16, add_two_bfloat16, as_uint16, narrow, over, plus, wide_type, widen
 
 # 16-bit floats travel as integers, see halves.py.
-_ELEMENTS: dict[str, types.Type] = {
+ELEMENTS: dict[str, types.Type] = {
     "float16": types.int16, "bfloat16": types.uint16, "float32": types.float32, "float64": types.float64,
     "uint8": types.uint8, "int8": types.int8, "int32": types.int32, "int64": types.int64,
 }
@@ -108,7 +108,7 @@ def _compile(body: Callable[..., None], *arguments: types.Type) -> Any:
 def load(code: int) -> Kernels:
     """See :func:`bpsx.kernels.load`, which makes sure that one thread at a time comes here."""
     dtype = BY_CODE[code]
-    element = _ELEMENTS[dtype.name]
+    element = ELEMENTS[dtype.name]
     data = types.CPointer(element)
     acc = types.CPointer(wide_type(element))
     count = types.int64

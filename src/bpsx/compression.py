@@ -1,0 +1,193 @@
+"""How gradients are compressed: ``compression_params`` checked, and said in a line that workers and servers agree on.
+
+The only place that knows the keys; what belongs to one compressor only is that codec's (:mod:`bpsx.kernels.codecs`). Pure but for loading kernels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from bpsx.dtypes import BY_NAME
+from bpsx.errors import ConfigError
+from bpsx.kernels.codecs import N_OPTIONS, Codec, checked_choice, checked_flag, codec, load_codec, load_conversion
+
+#: Keys that are no codec's own.
+_COMMON = ("compressor", "ef", "momentum", "mu", "seed", "fp16")
+_MASK = 2**64 - 1
+DEFAULT_MU = 0.9
+#: Element types that can be compressed.
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A name's compression. ``compressor`` "": none, then at most ``fp16`` and ``momentum`` say something. ``mu``: of the momentum."""
+
+    compressor: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+    ef: str = ""
+    momentum: str = ""
+    mu: float = DEFAULT_MU
+    seed: int = 0
+    fp16: bool = False
+
+    def text(self) -> str:
+        """One line, the same for the same compression; :func:`parse` reads it."""
+        said = {"compressor": self.compressor, **dict(self.options), "ef": self.ef, "momentum": self.momentum, "seed": self.seed, "fp16": self.fp16}
+        if self.momentum:
+            said["mu"] = self.mu
+        return json.dumps({k: v for k, v in said.items() if v not in ("", False)}, sort_keys=True)
+
+
+NONE = Compression()
+
+
+def compression(params: Mapping[str, Any] | None, what: str = "compression_params") -> Compression:
+    """``params`` as users write them, checked and completed; ``what`` says whose they are.
+
+    None, "" and False stand for a key that is not given. Raises :class:`~bpsx.errors.ConfigError` (a :class:`ValueError`), which names key, value
+    and what is allowed.
+    """
+    if params is None:
+        return NONE
+    if not isinstance(params, Mapping):
+        raise ConfigError(f"{what}: a mapping is needed, not {type(params).__name__}")
+    given = {k: v for k, v in params.items() if v is not None and v is not False and not (isinstance(v, str) and v == "")}
+    try:
+        return _checked(given)
+    except ConfigError as e:
+        raise ConfigError(f"{what}: {e}") from None
+
+
+def _checked(given: dict[str, Any]) -> Compression:
+    name = given.get("compressor", "")
+    if not isinstance(name, str):
+        raise ConfigError(f"compressor={name!r}: a name is needed")
+    known = codec(name) if name else None
+    _check_keys(given, known)
+    ef = checked_choice("ef", given["ef"], *(known.feedback if known else ())) if "ef" in given else ""
+    momentum = checked_choice("momentum", given["momentum"], "nesterov") if "momentum" in given else ""
+    options = known.options({k: v for k, v in given.items() if k in known.keys}) if known else {}
+    return Compression(name, tuple(sorted(options.items())), ef, momentum, _factor(given.get("mu", DEFAULT_MU)), _seed(given.get("seed", 0)),
+                       checked_flag("fp16", given.get("fp16", False)))
+
+
+def _check_keys(given: dict[str, Any], known: Codec | None) -> None:
+    every = {*_COMMON, *(known.keys if known else ())}
+    for key, value in given.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"{key!r} is no key: allowed are {', '.join(sorted(every))}")
+        if key in every:
+            continue
+        owners = [n for n in ("onebit", "topk", "randomk", "dithering") if key in codec(n).keys]
+        if owners and known is not None:
+            raise ConfigError(f"{key}={value!r} does not go with compressor={known.name!r}, but with {', '.join(map(repr, owners))}")
+        if owners:
+            raise ConfigError(f"{key}={value!r} without a compressor; it goes with {', '.join(map(repr, owners))}")
+        raise ConfigError(f"{key}={value!r} is no key: allowed are {', '.join(sorted(every))}")
+    if known is None:
+        for key in ("ef", "momentum", "mu"):
+            if key in given:
+                raise ConfigError(f"{key}={given[key]!r} without a compressor")
+    if "mu" in given and "momentum" not in given:
+        raise ConfigError(f"mu={given['mu']!r} without momentum")
+
+
+def _factor(mu: Any) -> float:
+    if isinstance(mu, bool) or not isinstance(mu, (int, float)) or not 0 < mu < 1:
+        raise ConfigError(f"mu={mu!r}: allowed are numbers between 0 and 1")
+    return float(mu)
+
+
+def _seed(seed: Any) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _MASK:
+        raise ConfigError(f"seed={seed!r}: allowed are integers from 0 to {_MASK}")
+    return seed
+
+
+def warm(given: Compression, dtype: str) -> None:
+    """Compile what ``given`` needs for elements of ``dtype``, the first time. Thread-safe."""
+    make(given, dtype, BY_NAME[dtype].itemsize, 0, 0)
+
+
+def parse(text: str) -> Compression:
+    """What :meth:`Compression.text` has said. Raises :class:`~bpsx.errors.ConfigError` for anything else."""
+    try:
+        said = json.loads(text)
+    except ValueError:
+        said = None
+    if not isinstance(said, dict):
+        raise ConfigError("a compression is a JSON object")
+    return compression(said, "compression")
+
+
+def effective(given: Compression, dtype: str, nbytes: int, least: int) -> Compression | None:
+    """What becomes of a tensor of so many bytes, if tensors of less than ``least`` are not compressed: ``given``, halves, or None. One object for one
+    ``given``, so that it can be compared by identity."""
+    if given.compressor and nbytes >= least:
+        return given
+    return _HALF if given.fp16 and dtype in ("float32", "float64") else None
+
+
+_HALF = Compression("half")
+
+
+def check_fits(given: Compression, dtype: str, nbytes: int, what: str) -> None:
+    """Raise :class:`~bpsx.errors.ConfigError` if a tensor of so many bytes of ``dtype`` cannot be compressed like that; ``what`` says whose it is."""
+    if dtype not in FLOATS:
+        raise ConfigError(f"{what}: compressor={given.compressor!r}: elements of {dtype} cannot be compressed; allowed: {', '.join(FLOATS)}")
+    n, k = nbytes // BY_NAME[dtype].itemsize, dict(given.options).get("k")
+    if isinstance(k, int) and given.compressor in ("topk", "randomk") and k > n:
+        raise ConfigError(f"{what}: k={k} is more than the {n} elements of the tensor")
+
+
+class Made(NamedTuple):
+    """One partition's compression, as the core takes it (core/packed.pxd)."""
+
+    encode: int
+    decode: int
+    widen: int
+    narrow: int
+    wide_itemsize: int
+    n: int
+    capacity: int
+    scratch: int
+    options: list[int]
+    residual: bool
+    momentum: bool
+    mu: float
+    corrected: bool
+    owners: tuple[object, ...]
+
+
+def make(given: Compression, dtype: str, nbytes: int, key: int, sender: int | None) -> Made:
+    """For a partition of ``nbytes`` bytes of ``dtype``; ``sender`` None: the server's side, which has no momentum and whose elements are wide. Loads kernels.
+
+    Raises :class:`~bpsx.errors.ConfigError` for element types that cannot be compressed.
+    """
+    if dtype not in FLOATS:
+        raise ConfigError(f"elements of {dtype} cannot be compressed; allowed: {', '.join(FLOATS)}")
+    used, n = codec(given.compressor), nbytes // BY_NAME[dtype].itemsize
+    wide = "float64" if dtype == "float64" else "float32"
+    residual, momentum = bool(given.ef), bool(given.momentum) and sender is not None
+    compiled = load_codec(given.compressor, wide, residual, momentum)
+    conversion = load_conversion(dtype if sender is not None else wide)
+    numbers = used.numbers(dict(given.options))
+    seed = mix(given.seed, key, sender + 1 if sender is not None else 0) if used.own_noise else mix(given.seed, key)
+    options = [*numbers, *[0] * (N_OPTIONS - 1 - len(numbers)), seed - 2**64 if seed >= 2**63 else seed]
+    return Made(compiled.encode, compiled.decode, conversion[0], conversion[1], BY_NAME[wide].itemsize, n, used.capacity(n, numbers),
+                used.scratch(n, numbers), options, residual, momentum, given.mu, given.ef == "corrected", (compiled, conversion))
+
+
+def mix(*numbers: int) -> int:
+    """64 bits that depend on all bits of ``numbers``: the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) over them in turn."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state

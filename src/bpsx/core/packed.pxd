@@ -1,0 +1,116 @@
+# A compressed partition: what it owns, and how its elements become bytes and come back. For workers and lanes alike.
+#
+# Whoever has the partition at the time (driver, pool thread, lane) is the only one to touch this. kernels/codecs.py says what the functions do.
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy
+
+from bpsx.kernels.abi cimport convert_fn, decode_fn, encode_fn
+
+cdef extern from "stdlib.h" nogil:
+    void *aligned_alloc(size_t alignment, size_t size) noexcept
+
+cdef enum:
+    N_OPTIONS = 8               # kernels/codecs.py has the same two, and SLACK
+    N_STATE = 4
+    SLACK = 64
+    RATE_BYTES = 8              # `corrected`: a push begins with the learning rate, a float64
+
+cdef struct Packed:
+    encode_fn encode
+    decode_fn decode
+    convert_fn widen            # half types: to the wide type and back; NULL: elements are of the wide type
+    convert_fn narrow
+    uint32_t wide_itemsize
+    uint64_t n                  # elements
+    uint64_t capacity           # the most bytes that encode makes of them
+    uint64_t scratch            # bytes that encode and decode work in, those for widened elements included
+    uint64_t aside              # ... which are these first ones
+    uint8_t *wire               # what is sent, and then what has been answered
+    uint64_t size               # of that
+    char *residual              # n elements of the wide type; NULL: no error feedback
+    char *momentum              # ... NULL: none
+    double state[N_STATE]
+    int64_t options[N_OPTIONS]
+    uint64_t counter            # of what has been encoded
+    double mu
+    bint corrected
+    double rate                 # the last learning rate
+
+
+cdef inline uint64_t most_bytes(const Packed *p) noexcept nogil:
+    """A push's longest body."""
+    return p.capacity + (RATE_BYTES if p.corrected else 0)
+
+
+cdef inline void packed_free(Packed *p) noexcept nogil:
+    if p != NULL:
+        free(p.wire)
+        free(p.residual)
+        free(p.momentum)
+        free(p)
+
+
+cdef inline Packed *packed_new(made) except NULL:
+    """From a bpsx.compression.Made. Raises MemoryError."""
+    cdef Packed *p = <Packed *>calloc(1, sizeof(Packed))
+    cdef uint32_t i
+    if p == NULL:
+        raise MemoryError("no memory for a compressed partition")
+    p.encode = <encode_fn><uintptr_t>made.encode
+    p.decode = <decode_fn><uintptr_t>made.decode
+    p.widen = <convert_fn><uintptr_t>made.widen
+    p.narrow = <convert_fn><uintptr_t>made.narrow
+    p.wide_itemsize = made.wide_itemsize
+    p.n = made.n
+    p.capacity = made.capacity
+    p.aside = (p.n * p.wide_itemsize + 63) & ~(<uint64_t>63) if p.widen != NULL else 0
+    p.scratch = p.aside + made.scratch
+    p.mu = made.mu
+    p.corrected = made.corrected
+    for i in range(N_OPTIONS):
+        p.options[i] = made.options[i]
+    p.wire = <uint8_t *>malloc(most_bytes(p) + SLACK)
+    if made.residual:
+        p.residual = <char *>calloc(max(p.n, 1), p.wide_itemsize)
+    if made.momentum:
+        p.momentum = <char *>calloc(max(p.n, 1), p.wide_itemsize)
+    if p.wire == NULL or made.residual and p.residual == NULL or made.momentum and p.momentum == NULL:
+        packed_free(p)
+        raise MemoryError(f"no memory for {p.n} compressed elements")
+    return p
+
+
+cdef inline double correction(Packed *p, double rate) noexcept nogil:
+    """By what the residual is multiplied: the last learning rate over this one, where that is asked for (arXiv 1905.10936)."""
+    cdef double factor = 1.0
+    if p.corrected and rate > 0:
+        if p.rate > 0:
+            factor = p.rate / rate
+        p.rate = rate
+    return factor
+
+
+cdef inline void pack(Packed *p, char *elements, uint8_t *wire, char *scratch, double rate, bint head) noexcept nogil:
+    """Encode `elements` into `wire`; `p.size` says how long it is. `head`: with the learning rate, if it is asked for. Elements of half types are
+    not changed; scratch: see there."""
+    cdef double factor = correction(p, rate)
+    cdef uint64_t begin = RATE_BYTES if head and p.corrected else 0
+    if begin:
+        memcpy(wire, &rate, sizeof(rate))
+    if p.widen != NULL:
+        p.widen(scratch, elements, p.n)
+        elements = scratch
+    p.counter += 1
+    p.size = begin + p.encode(elements, p.residual, p.momentum, wire + begin, <uint8_t *>scratch + p.aside, p.state, p.options, p.n, p.counter,
+                              factor, p.mu)
+
+
+cdef inline int unpack(Packed *p, uint8_t *wire, uint64_t size, char *elements, char *scratch) noexcept nogil:
+    """Decode into elements. 0, or -1 if `wire` makes no sense. SLACK bytes behind it may be read."""
+    cdef char *wide = scratch if p.narrow != NULL else elements
+    if p.decode(wire, size, wide, <uint8_t *>scratch + p.aside, p.options, p.n, 0) != 0:
+        return -1
+    if p.narrow != NULL:
+        p.narrow(elements, scratch, p.n)
+    return 0

@@ -1,0 +1,79 @@
+# The threads that encode and decode. The driver gives them partitions, most urgent first, and takes them back; nobody holds the GIL.
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport free
+
+from bpsx.core.packed cimport Packed, aligned_alloc, pack, unpack
+from bpsx.core.partition cimport Lane, Partition, Tensor
+from bpsx.core.queue cimport heap_pop, heap_push
+from bpsx.core.status cimport DONE
+from bpsx.core.sync cimport Monitor, atomic_load, atomic_store, lock, notify_all, unlock, wait
+
+cdef enum:
+    MAX_THREADS = 64
+
+cdef struct Pool:
+    Monitor monitor
+    # Guarded by it:
+    Lane todo                   # only its heap is used
+    Partition *done             # to be taken back, latest first
+    Partition *at_work[MAX_THREADS]
+    bint stopping
+    uint32_t n_threads
+    int64_t ready               # partitions in `done`; read anywhere
+
+
+cdef inline int pool_give(Pool *pool, Partition *p) noexcept nogil:
+    """The driver: a partition has to be encoded or decoded. 0, or -1 when there is no memory."""
+    cdef int rc
+    lock(&pool.monitor)
+    rc = heap_push(&pool.todo, p)
+    notify_all(&pool.monitor)
+    unlock(&pool.monitor)
+    return rc
+
+
+cdef inline Partition *pool_take(Pool *pool) noexcept nogil:
+    """The driver: what has been worked on, a list by `next_done`."""
+    cdef Partition *found
+    if atomic_load(&pool.ready) == 0:
+        return NULL
+    lock(&pool.monitor)
+    found = pool.done
+    pool.done = NULL
+    atomic_store(&pool.ready, 0)
+    unlock(&pool.monitor)
+    return found
+
+
+cdef inline void pool_forget(Pool *pool, Tensor *tensor) noexcept nogil:
+    """The driver, which has failed `tensor`: when this returns nobody reads or writes its tasks' memory any more."""
+    cdef uint32_t i
+    cdef bint busy = True
+    lock(&pool.monitor)
+    while busy:
+        busy = False
+        for i in range(pool.n_threads):
+            busy = busy or pool.at_work[i] != NULL and pool.at_work[i].tensor == tensor
+        if busy:
+            wait(&pool.monitor)
+    unlock(&pool.monitor)
+
+
+cdef inline void work_on(Partition *p, char *scratch) noexcept nogil:
+    cdef Packed *packed = p.packed
+    p.codec_status = 0
+    if p.encodes:
+        pack(packed, p.source, packed.wire, scratch, p.tensor.current.rate, True)
+    else:
+        p.codec_status = unpack(packed, packed.wire, packed.size, p.target, scratch)
+
+
+cdef inline bint grow_scratch(char **scratch, uint64_t *capacity, uint64_t wanted) noexcept nogil:
+    if wanted <= capacity[0]:
+        return True
+    free(scratch[0])
+    capacity[0] = (wanted + 4095) & ~(<uint64_t>4095)
+    scratch[0] = <char *>aligned_alloc(64, capacity[0])
+    if scratch[0] == NULL:
+        capacity[0] = 0
+    return scratch[0] != NULL

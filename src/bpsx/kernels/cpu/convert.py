@@ -1,0 +1,33 @@
+"""Halves to float32 and back, for codecs, which know float32 and float64 only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+from numba import types
+
+from bpsx.config import cache_dir
+from bpsx.kernels.cpu.halves import narrow, widen
+from bpsx.kernels.cpu.sum import ELEMENTS, cache_in
+
+
+def _widen_all(out: Any, elements: Any, n: int) -> None:
+    for i in range(n):
+        out[i] = widen(elements[i])
+
+
+def _narrow_all(out: Any, elements: Any, n: int) -> None:
+    for i in range(n):
+        out[i] = narrow(elements[i], out[i])
+
+
+def load(dtype: str) -> tuple[int, int, tuple[object, ...]]:
+    """Addresses of what widens and narrows elements of ``dtype``, 0 where they are wide already, and what keeps them alive."""
+    if dtype not in ("float16", "bfloat16"):
+        return 0, 0, ()
+    half, wide = types.CPointer(ELEMENTS[dtype]), types.CPointer(types.float32)
+    with cache_in(str(cache_dir())):
+        made = [numba.cfunc(types.void(out, elements, types.int64), cache=True, error_model="numpy")(body)
+                for body, out, elements in ((_widen_all, wide, half), (_narrow_all, half, wide))]
+    return made[0].address, made[1].address, tuple(made)

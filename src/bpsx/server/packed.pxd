@@ -1,0 +1,71 @@
+# Compressed keys: pushes are decoded into an accumulator of the wide type, and the sum is encoded again for the workers, with a residual of
+# the lane's own if the workers have one (arXiv 1905.10936: two-way compression).
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
+
+from bpsx.core.packed cimport RATE_BYTES, SLACK, Packed, aligned_alloc, pack
+from bpsx.core.status cimport E_CODEC, E_MEMORY, E_MISMATCH
+from bpsx.server.store cimport Entry, Share
+
+
+cdef inline bint hold_packed(Share *share, char *body, uint64_t length) noexcept nogil:
+    """Keep a push until its turn comes. False when there is no memory."""
+    share.body = <char *>malloc(max(length, <uint64_t>1))
+    if share.body == NULL:
+        return False
+    memcpy(share.body, body, length)
+    share.length = length
+    return True
+
+
+cdef inline void fail_for(Entry *e, int status, uint32_t sender, uint32_t other) noexcept nogil:
+    e.status = status
+    e.detail_a = sender
+    e.detail_b = other
+
+
+cdef inline bint more_scratch(Entry *e) noexcept nogil:
+    free(e.scratch)
+    e.scratch_bytes = e.packed.scratch
+    e.scratch = <char *>aligned_alloc(64, (e.scratch_bytes + 63) & ~(<uint64_t>63))
+    return e.scratch != NULL
+
+
+cdef inline void add_packed(Entry *e, uint32_t sender, char *body, uint64_t length) noexcept nogil:
+    """Decode a push into the accumulator. What makes no sense fails the round, on all workers: the sum is spoilt."""
+    cdef Packed *p = e.packed
+    cdef double rate
+    if e.acc == NULL:
+        e.acc = <char *>malloc(max(p.n * p.wide_itemsize, <uint64_t>1))
+    if e.acc == NULL or p.scratch > e.scratch_bytes and not more_scratch(e):
+        e.status = E_MEMORY
+        return
+    if p.corrected:
+        if length < RATE_BYTES:
+            fail_for(e, E_CODEC, sender, sender)
+            return
+        memcpy(&rate, body, sizeof(rate))
+        body += RATE_BYTES
+        length -= RATE_BYTES
+        if e.added and rate != e.rate:
+            fail_for(e, E_MISMATCH, e.opener, sender)
+            return
+        e.rate = rate
+    memcpy(p.wire, body, length)            # a decoder may read a little further, and a message may end where the memory does
+    if p.decode(p.wire, length, e.acc, <uint8_t *>e.scratch + p.aside, p.options, p.n, e.added > 0) != 0:
+        fail_for(e, E_CODEC, sender, sender)
+        return
+    e.added += 1
+
+
+cdef inline char *encode_sum(Entry *e) noexcept nogil:
+    """Divide the sum and encode it. Returns memory for the caller to free, of `e.packed.size` bytes and SLACK; NULL when there is none."""
+    cdef Packed *p = e.packed
+    cdef uint8_t *wire = <uint8_t *>malloc(p.capacity + SLACK)
+    if wire == NULL:
+        return NULL
+    if e.divisor > 1:
+        e.wide_kernels.divide(e.acc, p.n, e.divisor)
+    pack(p, e.acc, wire, e.scratch, e.rate, False)
+    return <char *>wire
