@@ -5,6 +5,7 @@ The only place that knows the keys; what belongs to one compressor only is that 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -163,8 +164,14 @@ class Made(NamedTuple):
     owners: tuple[object, ...]
 
 
-def make(given: Compression, dtype: str, nbytes: int, key: int, sender: int | None) -> Made:
-    """For a partition of ``nbytes`` bytes of ``dtype``; ``sender`` None: the server's side, which has no momentum and whose elements are wide. Loads kernels.
+def stream(name: bytes, part: int) -> int:
+    """64 bits that say which partition it is, the same in every job: what random numbers begin with, besides the seed."""
+    return mix(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little"), part)
+
+
+def make(given: Compression, dtype: str, nbytes: int, which: int, sender: int | None) -> Made:
+    """For a partition of ``nbytes`` bytes of ``dtype``; ``which``: its :func:`stream`. ``sender`` None: the server's side, which has no momentum and
+    whose elements are wide. Loads kernels.
 
     Raises :class:`~bpsx.errors.ConfigError` for element types that cannot be compressed.
     """
@@ -176,7 +183,7 @@ def make(given: Compression, dtype: str, nbytes: int, key: int, sender: int | No
     compiled = load_codec(given.compressor, wide, residual, momentum)
     conversion = load_conversion(dtype if sender is not None else wide)
     numbers = used.numbers(dict(given.options))
-    seed = mix(given.seed, key, sender + 1 if sender is not None else 0) if used.own_noise else mix(given.seed, key)
+    seed = mix(given.seed, which, *([0 if sender is None else sender + 1] if used.own_noise else []))
     options = [*numbers, *[0] * (N_OPTIONS - 1 - len(numbers)), seed - 2**64 if seed >= 2**63 else seed]
     return Made(compiled.encode, compiled.decode, conversion[0], conversion[1], BY_NAME[wide].itemsize, n, used.capacity(n, numbers),
                 used.scratch(n, numbers), options, residual, momentum, given.mu, given.ef == "corrected", (compiled, conversion))

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from bpsx import errors
 from bpsx._core import Core, Handle, Tensor
 from bpsx._watch import monotonic_ns
-from bpsx.compression import NONE, Compression, check_fits, effective, make, parse, warm
+from bpsx.compression import NONE, Compression, check_fits, effective, make, parse, stream, warm
 from bpsx.config import Config
 from bpsx.dtypes import BY_CODE, BY_NAME, dtype_named
 from bpsx.forking import keep_from_children
@@ -230,7 +230,7 @@ class Session:
             return Tensor(name, declared.dtype, parts, stages, declared.generation)
         self._core.open_pool(self.config.compress_threads)
         dtype = BY_CODE[declared.dtype].name
-        made = [make(codec, dtype, length, key, self._near.sender) for key, _, _, _, length in parts]
+        made = [make(codec, dtype, length, stream(name.encode(), i), self._near.sender) for i, (*_, length) in enumerate(parts)]
         return Tensor(name, declared.dtype, parts, stages, declared.generation, codec.text(), made)
 
     def _fail_tensor(self, name: str, generation: int, status: int, text: str) -> None:

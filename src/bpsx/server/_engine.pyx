@@ -26,9 +26,10 @@ from bpsx.server.store cimport (
 )
 from bpsx.transports.abi cimport Endpoint, Message
 
-from bpsx.compression import make, parse
+from bpsx.compression import make, parse, stream
 from bpsx.dtypes import BY_CODE, BY_NAME
 from bpsx.errors import ConfigError
+from bpsx.placement import PARTS_PER_TENSOR
 from bpsx.kernels import load as load_kernels
 from bpsx.secret import lane_proof
 
@@ -46,10 +47,10 @@ cdef bint load(CLane *lane, int dtype) noexcept with gil:
         return False
 
 
-cdef bint make_packed(CLane *lane, Entry *e, const char *codec, uint32_t length) noexcept with gil:
+cdef bint make_packed(CLane *lane, Entry *e, const char *name, uint64_t length, uint32_t codec_bytes) noexcept with gil:
     """Load what a compressed key needs. False if `codec` makes no sense. Without memory or kernels nobody gets his sum, and the lane ends."""
     try:
-        (<Lane>lane.owner).pack(codec[:length], e.dtype, e.nbytes, e.key, <uintptr_t>e)
+        (<Lane>lane.owner).pack(name[:length], name[length:length + codec_bytes], <uintptr_t>e)
         return True
     except ConfigError as x:
         (<Lane>lane.owner).log(f"a worker has announced a key whose compression is not known here: {x}")
@@ -109,7 +110,7 @@ cdef int register(CLane *lane, Header *h, const char *name) noexcept nogil:
     lane.entries[h.slot] = entry_new(h.key, h.cookie, h.dtype, k, lane.workers)
     if lane.entries[h.slot] == NULL:
         return -1
-    if codec_bytes and not make_packed(lane, lane.entries[h.slot], name + h.length, codec_bytes):
+    if codec_bytes and not make_packed(lane, lane.entries[h.slot], name, h.length, codec_bytes):
         entry_free(lane.entries[h.slot])
         lane.entries[h.slot] = NULL
         return -1
@@ -455,14 +456,14 @@ cdef class Lane:
         self.kept.append(found)
         fill_in(&self.c.kernels[dtype], found)
 
-    def pack(self, codec: bytes, dtype: int, nbytes: int, key: int, uintptr_t entry) -> None:
+    def pack(self, name: bytes, codec: bytes, uintptr_t entry) -> None:
         """Give an entry what its compression needs. Raises :class:`~bpsx.errors.ConfigError` for what is none."""
         cdef Entry *e = <Entry *>entry
         try:
             given = parse(codec.decode())
         except UnicodeDecodeError:
             raise ConfigError("not UTF-8") from None
-        made = make(given, BY_CODE[dtype].name, nbytes, key, None)
+        made = make(given, BY_CODE[e.dtype].name, e.nbytes, stream(name, e.key % PARTS_PER_TENSOR), None)
         wide = BY_NAME["float64" if made.wide_itemsize == 8 else "float32"].code
         self.load(wide)
         self.kept.append(made)
