@@ -8,8 +8,6 @@ from typing_extensions import Buffer
 # Memory to read or write: a C-contiguous buffer, or (address, bytes) kept alive by `owner`.
 _Memory: TypeAlias = Buffer | tuple[int, int]
 
-def set_exit_status(status: int) -> None:
-    """Let the interpreter, once it has finalised, end with ``status`` instead of its own."""
 
 class Tensor:
     """A declared tensor: its partitions with key, lane and slot. Immutable; any thread."""

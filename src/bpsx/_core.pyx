@@ -21,7 +21,7 @@ from bpsx.core.machine cimport Machine as CMachine
 from bpsx.core.loop cimport background, busy_ns, codec_thread, kick, submit, wait_for
 from bpsx.core.packed cimport packed_free, packed_new
 from bpsx.core.partition cimport MAX_STAGES, Lane, Partition, Task, Tensor as CTensor
-from bpsx.core.pool cimport MAX_THREADS, Pool
+from bpsx.core.pool cimport pool_free, pool_new, pool_stop
 from bpsx.core.receive cimport pump_in
 from bpsx.core.send cimport send_ping
 from bpsx.core.state cimport Core as CCore
@@ -37,27 +37,6 @@ from bpsx.secret import lane_proof
 
 cdef extern from "<unistd.h>" nogil:
     int getpid()
-    void _exit(int status)
-
-cdef extern from "Python.h":
-    int Py_AtExit(void (*f)() noexcept nogil)
-
-# The one thing here that belongs to the process: its exit status is one, and can be changed only after all of Python's exit functions.
-cdef int exit_status = 0
-
-
-cdef void end_with_status() noexcept nogil:
-    if exit_status:
-        _exit(exit_status)
-
-
-def set_exit_status(int status) -> None:
-    """Let the interpreter, once it has finalised, end with ``status`` instead of its own."""
-    global exit_status
-    if exit_status == 0 and Py_AtExit(end_with_status) != 0:
-        raise RuntimeError("the interpreter takes no more exit functions")
-    exit_status = status
-
 
 # How long a wait stays without the GIL before it looks for signals (Ctrl-C).
 cdef int64_t SLICE_NS = 200_000_000
@@ -84,10 +63,9 @@ cdef class Tensor:
         self.name = name
         self.generation = generation
         self.codec = codec.encode()
-        self.c.codec = self.codec
-        self.c.codec_bytes = len(self.codec)
-        if self.c.codec_bytes > MAX_CODEC_BYTES:
+        if len(self.codec) > MAX_CODEC_BYTES:
             raise ValueError(f"tensor {name!r}: {len(self.codec)} bytes say how it is compressed; at most {MAX_CODEC_BYTES} are allowed")
+        self.c.codec, self.c.codec_bytes = self.codec, len(self.codec)
         self.made = list(made)
         self.encoded = name.encode()[:MAX_NAME_BYTES]
         self.c.name = self.encoded
@@ -256,29 +234,15 @@ cdef class Core:
         """Start the threads that compress, before the first tensor that is compressed. Idempotent."""
         if self.c.pool != NULL:
             return
-        cdef Pool *pool = <Pool *>calloc(1, sizeof(Pool))
-        if pool == NULL or monitor_init(&pool.monitor) != 0:
-            free(pool)
-            raise MemoryError("no memory for the threads that compress")
-        pool.n_threads = max(1, min(threads, MAX_THREADS))
-        self.c.pool = pool
-        self.workers = [threading.Thread(target=self._compress, args=(i,), name=f"bpsx-codec-{i}", daemon=True) for i in range(pool.n_threads)]
+        self.c.pool = pool_new(threads)
+        self.workers = [threading.Thread(target=self._compress, args=(i,), name=f"bpsx-codec-{i}", daemon=True)
+                        for i in range(self.c.pool.n_threads)]
         for worker in self.workers:
             worker.start()
 
     def _compress(self, uint32_t me) -> None:
         with nogil:
             codec_thread(&self.c, me)
-
-    def _close_pool(self) -> None:
-        if self.c.pool == NULL:
-            return
-        lock(&self.c.pool.monitor)
-        self.c.pool.stopping = True
-        notify_all(&self.c.pool.monitor)
-        unlock(&self.c.pool.monitor)
-        for worker in self.workers:
-            worker.join()
 
     def _run(self) -> None:
         with nogil:
@@ -458,7 +422,10 @@ cdef class Core:
             while self.c.driving:
                 wait_until(&self.c.monitor, now_ns() + 1_000_000)
             unlock(&self.c.monitor)
-        self._close_pool()
+        if self.c.pool != NULL:
+            pool_stop(self.c.pool)
+            for worker in self.workers:
+                worker.join()
 
     def settle(self, seconds: float) -> None:
         """Let what is outstanding go on for a moment, whoever drives."""
@@ -474,10 +441,7 @@ cdef class Core:
             free(self.c.lanes[i].heap)
         free(self.c.lanes)
         free(self.c.table)
-        if self.c.pool != NULL:
-            free(self.c.pool.todo.heap)
-            monitor_destroy(&self.c.pool.monitor)
-            free(self.c.pool)
+        pool_free(self.c.pool)
         monitor_destroy(&self.c.monitor)
 
     cdef void _kick(self):

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from bpsx import errors
-from bpsx._core import Handle, set_exit_status
+from bpsx._core import Handle
+from bpsx._exit import set_exit_status
 from bpsx.arguments import check_handle, check_name, check_priority, checked_root
 from bpsx.compression import compression as check_compression
 from bpsx.config import Config

@@ -11,16 +11,16 @@ from typing import Any, Protocol
 from bpsx import errors
 from bpsx._core import Core, Handle, Tensor
 from bpsx._watch import monotonic_ns
-from bpsx.compression import NONE, Compression, check_fits, effective, make, parse, stream, warm
+from bpsx.compressing import Compressing
+from bpsx.compression import Compression, parse
 from bpsx.config import Config
-from bpsx.dtypes import BY_CODE, BY_NAME, dtype_named
+from bpsx.dtypes import BY_NAME, dtype_named
 from bpsx.forking import keep_from_children
 from bpsx.host import keep_memory, own_host
 from bpsx.joining import Joining
 from bpsx.logs import configure
 from bpsx.neighbourhood import Neighbourhood
 from bpsx.partitioner import partition, whole_pages
-from bpsx.pipeline import stages_for
 from bpsx.placement import PARTS_PER_TENSOR
 from bpsx.rendezvous.client import Link
 from bpsx.rendezvous.messages import MAX_NAME
@@ -83,7 +83,6 @@ class Session:
         self._settled = threading.Condition(self._lock)     # a declaration has been answered
         self._tensors: dict[str, _Declared] = {}                                # a name as it was used last
         self._declared: dict[tuple[str, int], _Declared] = {}                   # every declaration by (name, generation)
-        self._codecs: dict[str, Compression] = {}                               # by name, as it was declared
         self._shapes: dict[tuple[str, tuple[int, ...], int, Compression | None], _Declared] = {}    # ... and by what it is, to find it again
         self._generations: dict[str, int] = {}
         self._order: dict[str, int] = dict(order or {})     # given: as a suspended session left it
@@ -91,6 +90,7 @@ class Session:
         self._joining = Joining()
         self._link: Link | None = None
         self._near = Neighbourhood(config)
+        self._compressing = Compressing(config, self._near)
         self._closed = False
         self._leaving = False
         self._failure = ""
@@ -214,24 +214,13 @@ class Session:
             spans = partition(declared.nbytes, self.config.partition_bytes)
             parts = [(key, lane, slot, span.offset, span.length) for (key, lane, slot), span in zip(places, spans, strict=True)]
             self.reporter.name(name, (key for key, _, _ in places))
-            tensor = self._tensor(name, declared, parts)
+            tensor = self._compressing.tensor(self._core, name, declared.dtype, parts, generation, declared.codec)
             for handle in declared.pending:
                 self._core.release(handle, tensor)
             declared.pending = []
             # Only now may others take the short way in: rounds start in the order of submission.
             declared.tensor = tensor
             self._settled.notify_all()
-
-    def _tensor(self, name: str, declared: _Declared, parts: list[tuple[int, int, int, int, int]]) -> Tensor:
-        """What the core knows of it. Only who speaks to servers compresses."""
-        codec = declared.codec if self._near.has_lanes else None
-        stages = stages_for("cpu", codec is not None, self._near.place)
-        if codec is None:
-            return Tensor(name, declared.dtype, parts, stages, declared.generation)
-        self._core.open_pool(self.config.compress_threads)
-        dtype = BY_CODE[declared.dtype].name
-        made = [make(codec, dtype, length, stream(name.encode(), i), self._near.sender) for i, (*_, length) in enumerate(parts)]
-        return Tensor(name, declared.dtype, parts, stages, declared.generation, codec.text(), made)
 
     def _fail_tensor(self, name: str, generation: int, status: int, text: str) -> None:
         with self._lock:
@@ -304,11 +293,9 @@ class Session:
         Raises :class:`~bpsx.errors.ConfigError` for what is no name, and for compression in asynchronous training.
         """
         _check_name(name, "declare")
-        if compression is not None and compression != NONE and self._async:
-            raise errors.ConfigError(f"{name!r}: compression={compression.text()} with BYTEPS_ENABLE_ASYNC=1: servers add to values of one shape")
         with self._lock:
-            if compression is not None and compression != self._codecs.get(name):       # what is the same stays the same object
-                self._codecs[name] = compression
+            if compression is not None:
+                self._compressing.declare(name, compression)
             return self._order.setdefault(name, len(self._order))
 
     def push_pull(
@@ -363,7 +350,7 @@ class Session:
         if self._joining.active:
             self._joining.refuse(name)
         asynchronous = self._async if asynchronous is None else asynchronous
-        codec = self._codec_for(name, dtype, nbytes) if self._codecs and not broadcast else None
+        codec = None if broadcast else self._compressing.of(name, dtype, nbytes)
         declared = self._tensors.get(name)
         if declared is not None and declared.tensor is not None and declared.shape == shape and declared.dtype == dtype \
                 and declared.codec is codec and not declared.failed:
@@ -371,9 +358,7 @@ class Session:
                                      priority=priority, will_wait=will_wait, rate=rate, owner=owner, result=result)
         self._check_new(name, nbytes)
         if codec is not None:
-            check_fits(codec, BY_CODE[dtype].name, nbytes, repr(name))
-            if self._link is not None and self._near.has_lanes:
-                warm(codec, BY_CODE[dtype].name)        # here, and not on the thread that hears the scheduler
+            self._compressing.check(name, dtype, nbytes, codec)
         if not broadcast:
             self._near.check_average(name, dtype, divisor)
         handle = self._core.prepare(name, nbytes, source, target, divisor=divisor, broadcast=broadcast, asynchronous=asynchronous,
@@ -386,13 +371,6 @@ class Session:
         with self._lock:
             self._first_sight(handle, name, shape, dtype, nbytes, codec)
         return handle
-
-    def _codec_for(self, name: str, dtype: int, nbytes: int) -> Compression | None:
-        """How a tensor of this name travels."""
-        given = self._codecs.get(name)
-        if given is None:
-            return None
-        return effective(given, BY_CODE[dtype].name, nbytes, self.config.min_compress_bytes)
 
     def _check_new(self, name: str, nbytes: int) -> None:
         """Whether a tensor can be declared. Raises :class:`~bpsx.errors.ConfigError`."""

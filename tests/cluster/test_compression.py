@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bpsx.compression import Compression, compression, mix, stream
+from bpsx.compression import Compression, compression, stream
 from bpsx.kernels import reference
 from bpsx.kernels.reference import Reference
-from jobs import Job, run
+from jobs import run
 
 N, PARTITION, STEPS = 40_000, 65536, 4      # bytes: 3 partitions of float32, the last one smaller and odd
 

@@ -32,7 +32,7 @@ def declare(name: str, shape: list[int], generation: int = 0, dtype: int = 3) ->
     nbytes = 4
     for d in shape:
         nbytes *= d
-    return {"type": "DECLARE", "name": name, "generation": generation, "nbytes": nbytes, "dtype": dtype, "shape": shape}
+    return {"type": "DECLARE", "name": name, "generation": generation, "nbytes": nbytes, "dtype": dtype, "shape": shape, "codec": ""}
 
 
 def members(workers: int = 2, servers: int = 1) -> Membership:

@@ -21,7 +21,7 @@ cdef enum:
 
 cdef enum Kind:
     REGISTER = 1                # worker -> lane: slot, key, dtype, partition bytes in `cookie`; body: the name, and behind it
-                                # `divisor` bytes that say how the key is compressed, if it is
+                                # `priority` bytes that say how the key is compressed, if it is
     PUSH = 2                    # worker -> lane: body is the worker's share; answer with the sum
     ANSWER = 3                  # lane -> worker: body is the result
     ERROR = 4                   # lane -> worker: the round failed; `divisor` holds -status, `slot` and `epoch` two ranks

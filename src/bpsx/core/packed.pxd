@@ -77,7 +77,7 @@ cdef inline Packed *packed_new(made) except NULL:
         p.momentum = <char *>calloc(max(p.n, 1), p.wide_itemsize)
     if p.wire == NULL or made.residual and p.residual == NULL or made.momentum and p.momentum == NULL:
         packed_free(p)
-        raise MemoryError(f"no memory for {p.n} compressed elements")
+        raise MemoryError(f"no memory for {made.n} compressed elements")
     return p
 
 

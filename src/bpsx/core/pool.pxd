@@ -1,12 +1,12 @@
 # The threads that encode and decode. The driver gives them partitions, most urgent first, and takes them back; nobody holds the GIL.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
-from libc.stdlib cimport free
+from libc.stdlib cimport calloc, free
 
 from bpsx.core.packed cimport Packed, aligned_alloc, pack, unpack
 from bpsx.core.partition cimport Lane, Partition, Tensor
 from bpsx.core.queue cimport heap_pop, heap_push
 from bpsx.core.status cimport DONE
-from bpsx.core.sync cimport Monitor, atomic_load, atomic_store, lock, notify_all, unlock, wait
+from bpsx.core.sync cimport Monitor, atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, unlock, wait
 
 cdef enum:
     MAX_THREADS = 64
@@ -20,6 +20,31 @@ cdef struct Pool:
     bint stopping
     uint32_t n_threads
     int64_t ready               # partitions in `done`; read anywhere
+
+
+cdef inline Pool *pool_new(int threads) except NULL:
+    """Raises MemoryError."""
+    cdef Pool *pool = <Pool *>calloc(1, sizeof(Pool))
+    if pool == NULL or monitor_init(&pool.monitor) != 0:
+        free(pool)
+        raise MemoryError("no memory for the threads that compress")
+    pool.n_threads = max(1, min(threads, MAX_THREADS))
+    return pool
+
+
+cdef inline void pool_stop(Pool *pool) noexcept nogil:
+    """Have the threads end."""
+    lock(&pool.monitor)
+    pool.stopping = True
+    notify_all(&pool.monitor)
+    unlock(&pool.monitor)
+
+
+cdef inline void pool_free(Pool *pool) noexcept nogil:
+    if pool != NULL:
+        free(pool.todo.heap)
+        monitor_destroy(&pool.monitor)
+        free(pool)
 
 
 cdef inline int pool_give(Pool *pool, Partition *p) noexcept nogil:

@@ -101,7 +101,7 @@ cdef inline char *put_register(Core *c, Partition *p, char *at) noexcept nogil:
     h.slot = p.slot
     h.epoch = c.epoch
     h.cookie = p.length
-    h.divisor = p.tensor.codec_bytes
+    h.priority = p.tensor.codec_bytes
     h.length = p.tensor.name_bytes + p.tensor.codec_bytes
     memcpy(at, &h, HEADER_BYTES)
     at += HEADER_BYTES

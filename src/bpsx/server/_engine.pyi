@@ -16,6 +16,10 @@ class Lane:
         """Say something to people."""
     def prove(self, nonce: bytes) -> bytes:
         """The answer to a worker's greeting."""
+    def keep(self, what: object) -> None:
+        """Compiled code lives as long as its owner."""
+    def break_with(self, why: Exception) -> None:
+        """What :meth:`run` shall raise."""
     def run(self) -> None:
         """Work until stopped."""
     def gone(self, rank: int) -> None:

@@ -3,62 +3,29 @@
 cimport cython
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from libc.stddef cimport size_t
-from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
-from bpsx.core.header cimport ASYNC, BROADCAST, MAX_CODEC_BYTES, MAX_NAME_BYTES, NONCE_BYTES, PING, PUSH, REGISTER, Header, next_record
+from bpsx.core.header cimport ASYNC, BROADCAST, NONCE_BYTES, PING, PUSH, REGISTER, Header, next_record
 from bpsx.core.status cimport E_LEFT, E_MEMORY, E_PROTOCOL
 from bpsx.core.sync cimport atomic_load, atomic_store, now_ns, yield_cpu
 from bpsx.core.watch cimport Watch, watched
-from bpsx.kernels.abi cimport Kernels, fill_in
+from bpsx.kernels.abi cimport fill_in
 from bpsx.server.answer cimport close_round, fail_round, flush_all, let_go, send_error, send_pong
 from bpsx.server.delta cimport push_delta
-from bpsx.server.lane cimport (
-    MAX_PARTITION_BYTES, MAX_SLOTS, N_DTYPES, RECEIVE_AT_ONCE, Lane as CLane, Out,
-)
-from bpsx.core.packed cimport packed_new
+from bpsx.server.keys cimport register
+from bpsx.server.lane cimport RECEIVE_AT_ONCE, Lane as CLane, Out
+from bpsx.server.notes cimport note_delta, note_message, note_push, note_sum
 from bpsx.server.packed cimport add_packed, hold_packed
-from bpsx.server.notes cimport note_delta, note_key, note_message, note_push, note_sum
 from bpsx.server.pending cimport keep_pending
 from bpsx.server.store cimport (
-    FAILED, MALFORMED, REPEATED, Entry, Share, Verdict, add, count_push, entry_free, entry_new, memory_for, open_next_round,
+    FAILED, MALFORMED, REPEATED, Entry, Share, Verdict, add, count_push, entry_free, memory_for, open_next_round,
 )
 from bpsx.transports.abi cimport Endpoint, Message
 
-from bpsx.compression import make, parse, stream
-from bpsx.dtypes import BY_CODE, BY_NAME
-from bpsx.errors import ConfigError
-from bpsx.placement import PARTS_PER_TENSOR
 from bpsx.kernels import load as load_kernels
 from bpsx.secret import lane_proof
-
-
-cdef bint load(CLane *lane, int dtype) noexcept with gil:
-    """Fetch a dtype's kernels the first time that a key needs them. Without them nobody gets his sum, and the lane ends."""
-    if dtype not in BY_CODE:
-        return False            # nonsense, or another version's
-    try:
-        (<Lane>lane.owner).load(dtype)
-        return True
-    except Exception as e:
-        (<Lane>lane.owner).broken = e
-        lane.dropped += 1
-        return False
-
-
-cdef bint make_packed(CLane *lane, Entry *e, const char *name, uint64_t length, uint32_t codec_bytes) noexcept with gil:
-    """Load what a compressed key needs. False if `codec` makes no sense. Without memory or kernels nobody gets his sum, and the lane ends."""
-    try:
-        (<Lane>lane.owner).pack(name[:length], name[length:length + codec_bytes], <uintptr_t>e)
-        return True
-    except ConfigError as x:
-        (<Lane>lane.owner).log(f"a worker has announced a key whose compression is not known here: {x}")
-        return False
-    except Exception as x:
-        (<Lane>lane.owner).broken = x
-        lane.dropped += 1
-        return False
 
 
 cdef int pong(CLane *lane, Header *h, char *body) noexcept with gil:
@@ -73,50 +40,6 @@ cdef int pong(CLane *lane, Header *h, char *body) noexcept with gil:
     except Exception as e:
         (<Lane>lane.owner).log(f"cannot answer worker {h.sender}'s greeting: {e}")
         return -1
-
-
-cdef bint grow(CLane *lane, uint32_t slot) noexcept nogil:
-    cdef uint32_t wanted
-    cdef Entry **grown
-    if slot < lane.n_entries:
-        return True
-    wanted = max(slot + 1, lane.n_entries * 2)
-    grown = <Entry **>realloc(lane.entries, wanted * sizeof(Entry *))
-    if grown == NULL:
-        return False
-    memset(grown + lane.n_entries, 0, (wanted - lane.n_entries) * sizeof(Entry *))
-    lane.entries = grown
-    lane.n_entries = wanted
-    return True
-
-
-cdef int register(CLane *lane, Header *h, const char *name) noexcept nogil:
-    """A worker announces a key. All announcements of a slot must agree; the scheduler has seen to that."""
-    cdef Entry *e
-    cdef Kernels *k
-    cdef uint32_t codec_bytes = h.divisor
-    if h.slot >= MAX_SLOTS or h.dtype >= N_DTYPES or h.cookie > MAX_PARTITION_BYTES or codec_bytes > MAX_CODEC_BYTES or \
-            h.length < codec_bytes or h.length - codec_bytes > MAX_NAME_BYTES:
-        return -1
-    h.length -= codec_bytes
-    if h.slot < lane.n_entries and lane.entries[h.slot] != NULL:
-        e = lane.entries[h.slot]
-        return 0 if e.key == h.key and e.nbytes == h.cookie and e.dtype == h.dtype else -1
-    k = &lane.kernels[h.dtype]
-    if k.add == NULL and not load(lane, h.dtype):
-        return -1
-    if h.cookie % k.itemsize or not grow(lane, h.slot):
-        return -1
-    lane.entries[h.slot] = entry_new(h.key, h.cookie, h.dtype, k, lane.workers)
-    if lane.entries[h.slot] == NULL:
-        return -1
-    if codec_bytes and not make_packed(lane, lane.entries[h.slot], name, h.length, codec_bytes):
-        entry_free(lane.entries[h.slot])
-        lane.entries[h.slot] = NULL
-        return -1
-    if lane.watch != NULL:
-        note_key(lane.watch, h, name)
-    return 0
 
 
 cdef void hold(CLane *lane, Entry *e, uint32_t rank, Message *m, char *body, uint64_t length, bint *kept) noexcept nogil:
@@ -456,19 +379,13 @@ cdef class Lane:
         self.kept.append(found)
         fill_in(&self.c.kernels[dtype], found)
 
-    def pack(self, name: bytes, codec: bytes, uintptr_t entry) -> None:
-        """Give an entry what its compression needs. Raises :class:`~bpsx.errors.ConfigError` for what is none."""
-        cdef Entry *e = <Entry *>entry
-        try:
-            given = parse(codec.decode())
-        except UnicodeDecodeError:
-            raise ConfigError("not UTF-8") from None
-        made = make(given, BY_CODE[e.dtype].name, e.nbytes, stream(name, e.key % PARTS_PER_TENSOR), None)
-        wide = BY_NAME["float64" if made.wide_itemsize == 8 else "float32"].code
-        self.load(wide)
-        self.kept.append(made)
-        e.packed = packed_new(made)
-        e.wide_kernels = &self.c.kernels[wide]
+    def keep(self, what) -> None:
+        """Compiled code lives as long as its owner."""
+        self.kept.append(what)
+
+    def break_with(self, why: Exception) -> None:
+        """What :meth:`run` shall raise."""
+        self.broken = why
 
     def log(self, text: str) -> None:
         self.logger(text)

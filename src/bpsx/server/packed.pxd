@@ -35,7 +35,7 @@ cdef inline bint more_scratch(Entry *e) noexcept nogil:
 cdef inline void add_packed(Entry *e, uint32_t sender, char *body, uint64_t length) noexcept nogil:
     """Decode a push into the accumulator. What makes no sense fails the round, on all workers: the sum is spoilt."""
     cdef Packed *p = e.packed
-    cdef double rate
+    cdef double rate = 0
     if e.acc == NULL:
         e.acc = <char *>malloc(max(p.n * p.wide_itemsize, <uint64_t>1))
     if e.acc == NULL or p.scratch > e.scratch_bytes and not more_scratch(e):
