@@ -21,6 +21,8 @@ from bpsx.config import Config
 from bpsx.dtypes import dtype_named
 from bpsx.session import Session
 
+#: Characters of an uncaught exception that the others are told.
+_LONGEST_STORY = 1000
 _lock = threading.RLock()
 _session: Session | None = None
 _owner_pid = 0
@@ -155,9 +157,14 @@ def _at_exit() -> None:
     if ours is None or _owner_pid != os.getpid():
         return
     uncaught = getattr(sys, "last_value", None)
-    ours.close(failure=f"ended by {type(uncaught).__name__}: {uncaught}"[:500] if uncaught is not None else "")
+    ours.close(failure=_story(uncaught) if uncaught is not None else "")
     if uncaught is None:
         _tell_untold(ours)
+
+
+def _story(uncaught: BaseException) -> str:
+    text = f"ended by {type(uncaught).__name__}: {uncaught}"
+    return text if len(text) <= _LONGEST_STORY else text[:_LONGEST_STORY] + " …"
 
 
 def session() -> Session:

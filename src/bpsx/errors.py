@@ -98,7 +98,8 @@ def explain(status: int, name: str, rank_a: int, rank_b: int) -> str:
     if status == -11:
         return f"tensor {name!r}: what worker {rank_a} has compressed does not decode"
     if kind is PeerLeftError:
-        return f"tensor {name!r}: worker {rank_a} has left the job without pushing it, so it can never be complete"
+        return (f"tensor {name!r}: worker {rank_a} has left the job without pushing it, so it can never be complete "
+                "(whose batches run out earlier calls join(): docs/uneven-and-elastic.md)")
     if kind is JoinedError:
         return f"tensor {name!r}: its root, worker {rank_a}, has called join() and broadcasts nothing until all workers have"
     return f"tensor {name!r}: {text}"

@@ -181,7 +181,7 @@ def test_a_worker_that_ends_well_without_joining_is_named_first(launcher: Launch
 
 
 @pytest.mark.parametrize(("end", "status", "story"), [
-    ("raise ValueError('mine')", 1, "exited with status 1"), ("sys.exit(3)", 3, "exited with status 3"),
+    ("raise ValueError('mine\\n!')", 1, "failed: ValueError: mine !; worker 1 exited with status 1"), ("sys.exit(3)", 3, "exited with status 3"),
     ("sys.exit(0)", 1, "exited with status 0 before the others were done"), ("os._exit(9)", 9, "exited with status 9"),
     ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
 ])

@@ -276,17 +276,18 @@ class Job:
                 self._state += os.read(self._state_fd, _PIPE)
         return self._state.decode()
 
-    def _blamed(self) -> Child | None:
-        """Whom the scheduler names as the cause of the job's end; nobody if that is us."""
+    def _blamed(self) -> tuple[Child | None, str]:
+        """Whom the scheduler names as the cause of the job's end, nobody if that is us; and of what exception it died, if of one."""
         verdict = self._hear() if self._verdict is None else self._verdict
-        told = [line.split() for line in verdict.splitlines() if line.startswith("blame ")]
+        told = [line.split(" ", 4) for line in verdict.splitlines() if line.startswith("blame ")]
         if not told or self._stop:
-            return None
-        _, role, rank, pid = told[0]
+            return None, ""
+        _, role, rank, pid, *cause = told[0]
         same = [child for child in self._children if child.role == role]
         if role == "worker":
-            return same[int(rank)] if int(rank) < len(same) else None      # its command may be a shell script that runs it
-        return next((child for child in same if child.process.pid == int(pid)), None)
+            # Not by pid: its command may be a shell script that runs it.
+            return (same[int(rank)], "".join(cause)) if int(rank) < len(same) else (None, "")
+        return next((child for child in same if child.process.pid == int(pid)), None), ""
 
     def _escalate(self, now: float) -> None:
         number = self._ending.take(now)
@@ -358,10 +359,12 @@ class Job:
         """What failed, first things first."""
         if self._trouble:
             return self._trouble[0]
-        blamed = self._blamed()
+        blamed, cause = self._blamed()
         parts = [child.story() for child in self._ended if (child.status or child.overdue) and child is not blamed]
         if blamed is not None and blamed.status is not None:
             parts.insert(0, blamed.story() + ("" if blamed.status else " before the others were done"))
+            if cause:
+                parts.insert(0, f"{blamed.name} failed: {cause}")
         if self._stop:
             parts.insert(0, f"told to stop by {signal_name(self._stop[0])}")
         elif not self._own() and self._forming():

@@ -44,7 +44,7 @@ BYTEPS_ENABLE_GDB=1: workers and servers run under gdb; after a crash it prints 
 
 Output: where there are several processes each line carries its process's name, and they read no input. They get PYTHONUNBUFFERED=1, unless it is
 set, or Python would keep its lines to itself for long. Ctrl-C, SIGTERM and SIGHUP reach all of them (a second Ctrl-C kills). With --local all
-compute on the same cores: set OMP_NUM_THREADS if they get in each other's way.
+compute on the same cores, so OMP_NUM_THREADS is each one's share of them unless it is set.
 
 Hostfile: a line per host: host[:port] and what it runs: scheduler, server, server=N, worker, slots=N (N worker processes). Without a role: worker.
 The scheduler is on the host that says so, else at --scheduler-ip, else on the first server's host. "#" begins a comment.

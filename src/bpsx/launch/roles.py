@@ -112,6 +112,8 @@ class Plan:
             changes["DMLC_WORKER_ID"] = str(index)
             # The imitated machines share a file system, and on each local ranks begin at 0.
             changes["BYTEPS_TRACE_DIR"] = os.path.join(Config().trace_dir or "traces", f"worker-{index}")
+            if not is_set("OMP_NUM_THREADS"):       # each would start a thread for every core, and get in the others' way
+                changes["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // (self.workers * self.processes)))
         return child_environment(**changes, **unbuffered())
 
     def check(self) -> None:

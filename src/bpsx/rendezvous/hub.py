@@ -135,7 +135,9 @@ class Hub:
                 while self._members.state == "running":
                     self._turn(None)
                 if blamed := self._members.blamed:
-                    self._tell_launcher(f"blame {blamed.role} {blamed.rank} {blamed.pid}")
+                    own = f"{blamed} has failed: ended by "
+                    cause = self._members.failure.removeprefix(own) if self._members.failure.startswith(own) else ""
+                    self._tell_launcher(" ".join(["blame", blamed.role, str(blamed.rank), str(blamed.pid), *cause.split()]))
             self._farewell()
         except Interrupted as e:
             # A launcher that runs us has ended us, and says why; or it sees by this that somebody else has.

@@ -284,7 +284,8 @@ class Membership:
         described = {k: self.registry.describe(*k) for keys in stuck.values() for k in keys}
         who = "; ".join(f"worker {r} waits for {names([described[k] for k in keys], 4)}" for r, keys in stuck.items())
         text = (f"nobody can go on: {who}; each of these has not been pushed by another worker. Do all workers use the same names and shapes, "
-                "in code that all of them reach?")
+                "in code that all of them reach, equally often? (For batches that run out earlier on some there is join(): "
+                "docs/uneven-and-elastic.md.)")
         for key in described:
             self.registry.fail(*key, -4, text)
         # Who has joined, too: it would push this declaration again some day, and a machine's root may be standing in for its neighbours.

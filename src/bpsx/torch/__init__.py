@@ -10,7 +10,7 @@ try:
 except ModuleNotFoundError as _error:
     if _error.name != "torch":
         raise
-    raise ImportError("bpsx.torch needs PyTorch 2.1 or newer: pip install torch (or: pip install 'bpsx[torch]')", name="torch") from None
+    raise ImportError("bpsx.torch needs PyTorch 2.1 or newer: pip install torch", name="torch") from None
 if not hasattr(_torch.Tensor, "register_post_accumulate_grad_hook"):
     raise ImportError(f"bpsx.torch needs PyTorch 2.1 or newer, this is {_torch.__version__}: pip install --upgrade torch", name="torch")
 
