@@ -11,7 +11,7 @@ from bpsx.kernels.cpu.words import at, cast, magnitude
 
 
 @numba.njit
-def amount(options: Any, n: int) -> int:
+def amount(options: Any, n: int) -> Any:
     """As :func:`bpsx.kernels.codecs.amount_of`."""
     wanted = np.int64(at(options, 0, np.float64)[0] * n) if options[1] else options[0]
     return min(max(wanted, 1), n)

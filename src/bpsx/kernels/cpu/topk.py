@@ -19,14 +19,14 @@ from bpsx.kernels.cpu.feedback import BLOCK, add_up, forget
 from bpsx.kernels.cpu.sparse import amount, clear, infinity
 from bpsx.kernels.cpu.words import at, cast, like, lowest, magnitude, reaching, width
 
-_RUN = 4                            # elements side by side that the sample has
-_SAMPLE = 4096
+#: Elements of the sample, and how many of them lie side by side.
+SAMPLE, RUN = 4096, 4
 _DIGIT = 11                         # bits
 _HEAD = 4 << _DIGIT                 # bytes of scratch that counters take
 
 
 @numba.njit
-def _threshold(values: Any, n: int, rank: int, counts: Any) -> Any:
+def _threshold(values: Any, n: int, rank: Any, counts: Any) -> Any:
     """The magnitude that is the rank-th largest, 1 <= rank <= n, and how many that are equal to it are among the ``rank`` largest."""
     found, low = np.uint64(0), 8 * width(values) - 1
     while low > 0:
@@ -48,24 +48,29 @@ def _threshold(values: Any, n: int, rank: int, counts: Any) -> Any:
 
 
 @numba.njit
+def sample_at(r: int, stride: int) -> int:
+    """Where run ``r`` of the sample begins: off the grid, by Fibonacci hashing, since tensors have rows."""
+    return r * stride + ((r * 2654435769 & 0xFFFFFFFF) * (stride - RUN + 1) >> 32)
+
+
+@numba.njit(error_model="numpy")
 def _guess(g: Any, e: Any, m: Any, n: int, count: int, factor: Any, mu: Any, residual: bool, momentum: bool, sample: Any, counts: Any) -> Any:
     """A magnitude that about ``count`` elements of what is to be sent reach, and rather more than fewer."""
-    expected = _SAMPLE * count / n
+    expected = SAMPLE * count / n
     rank = np.int64(expected + 4.0 * np.sqrt(expected) + 4.0)
-    if n < 4 * _SAMPLE or rank > _SAMPLE:
+    if n < 4 * SAMPLE or rank > SAMPLE:
         return np.uint64(0)
-    stride = n // (_SAMPLE // _RUN)
-    for r in range(_SAMPLE // _RUN):
-        # off the grid, by Fibonacci hashing, since tensors have rows
-        begin = r * stride + ((r * 2654435769 & 0xFFFFFFFF) * (stride - _RUN + 1) >> 32)
-        for i in range(_RUN):
+    stride = n // (SAMPLE // RUN)
+    for r in range(SAMPLE // RUN):
+        begin = sample_at(r, stride)
+        for i in range(RUN):
             p = g[begin + i]
             if momentum:
                 p += mu * (mu * m[begin + i] + p)
             if residual:
                 p += factor * e[begin + i]
-            sample[r * _RUN + i] = p
-    return _threshold(sample, _SAMPLE, rank, counts)[0]
+            sample[r * RUN + i] = p
+    return _threshold(sample, SAMPLE, rank, counts)[0]
 
 
 @numba.njit
@@ -87,18 +92,18 @@ def _collect(p: Any, begin: int, size: int, floor: Any, indices: Any, values: An
 
 
 @numba.njit
-def _send(indices: Any, values: Any, found: int, least: Any, equal: int, sent_indices: Any, sent_values: Any, count: int) -> Any:
+def _send(indices: Any, values: Any, found: int, least: Any, equal: Any, sent_indices: Any, sent_values: Any, count: int) -> Any:
     """Those above the magnitude ``least`` and the first ``equal`` that have it: ``count``. The largest magnitude of all."""
-    sent, largest = 0, np.uint64(0)
+    sent, largest = np.int64(0), np.uint64(0)
     for i in range(found):
         if sent == count:
             break
         size = magnitude(values[i])
         sent_indices[sent], sent_values[sent] = indices[i], values[i]       # again, if this one does not count
         largest = max(largest, size)
-        same = np.int64(size == least)
-        sent += np.int64(size > least) + min(same, equal)
-        equal -= min(same, equal)
+        same = np.int64(size == least and equal > 0)
+        sent += np.int64(size > least) + same
+        equal -= same
     return largest
 
 
@@ -126,7 +131,7 @@ class TopK(Codec):
 
     def encoder(self, residual: bool, momentum: bool) -> Encoder:
         """In one pass over memory, as a rule."""
-        def encode(g: Any, e: Any, m: Any, wire: Any, scratch: Any, state: Any, options: Any, n: int, counter: int, factor: float, mu: float) -> int:
+        def encode(g: Any, e: Any, m: Any, wire: Any, scratch: Any, state: Any, options: Any, n: int, counter: int, factor: float, mu: float) -> Any:
             count, f, u = amount(options, n), cast(factor, g), cast(mu, g)
             room = n + BLOCK
             counts, values = at(scratch, 0, np.uint32), like(at(scratch, _HEAD, np.uint8), g)
@@ -166,7 +171,7 @@ class TopK(Codec):
             indices, values = at(wire, 0, np.uint32), like(at(wire, 4 * count, np.uint8), out)
             if not add:
                 clear(out, n)
-            last = -1
+            last = np.int64(-1)
             for j in range(count):
                 i = np.int64(indices[j])
                 if i <= last or i >= n:
