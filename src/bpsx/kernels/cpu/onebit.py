@@ -35,7 +35,7 @@ def _sum(p: Any, begin: int, n: int) -> Any:
     """The same as float64; not finite if an element is not. A float32 sum may overflow though its parts do not: it is then made again."""
     total = np.float64(_magnitudes(p, begin, n))
     if not np.isfinite(total):
-        total = 0.0
+        total = np.float64(0.0)
         for i in range(begin, begin + n):
             total += np.float64(abs(p[i]))
     return total

@@ -92,6 +92,15 @@ def _collect(p: Any, begin: int, size: int, floor: Any, indices: Any, values: An
 
 
 @numba.njit
+def _equal(values: Any, begin: int, end: int, size: Any) -> Any:
+    """How many have that magnitude."""
+    found = np.int64(0)
+    for i in range(begin, end):
+        found += np.int64(magnitude(values[i]) == size)
+    return found
+
+
+@numba.njit
 def _send(indices: Any, values: Any, found: int, least: Any, equal: Any, sent_indices: Any, sent_values: Any, count: int) -> Any:
     """Those above the magnitude ``least`` and the first ``equal`` that have it: ``count``. The largest magnitude of all."""
     sent, largest = np.int64(0), np.uint64(0)
@@ -138,11 +147,14 @@ class TopK(Codec):
             indices = at(scratch, _HEAD + 8 * room, np.uint32)
             p = e if residual else like(at(scratch, _HEAD + 12 * room, np.uint8), g) if momentum else g
             floor = _guess(g, e, m, n, count, f, u, residual, momentum, like(indices, g), counts)
-            found = 0
+            found, same = 0, 0
             for begin in range(0, n, BLOCK):
                 size = min(BLOCK, n - begin)
                 add_up(p, begin, g, e, m, begin, size, f, u, residual, momentum)
-                found = _collect(p, begin, size, floor, indices, values, found)
+                before, found = found, _collect(p, begin, size, floor, indices, values, found)
+                same += _equal(values, before, found, floor)
+                if same >= count:       # of those that are just large enough no more can be among the k: all zeros, mostly
+                    floor, same = floor + np.uint64(1), 0
             if found >= count:
                 least, equal = _threshold(values, found, count, counts)
             else:
