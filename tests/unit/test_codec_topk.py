@@ -64,6 +64,19 @@ def test_a_sample_of_nothing_but_the_largest(k, wide):
             assert Coder("topk", {"k": k}, n, wide, residual).encode(which) == topk_encode(which, k)
 
 
+@pytest.mark.parametrize("wide", ["float32", "float64"])
+@pytest.mark.parametrize("n", [16_383, 40_001])
+@pytest.mark.parametrize("k", [0.01, 0.1, 0.2, 0.5, 0.97])
+def test_magnitudes_that_are_next_to_each_other(k, n, wide):
+    """The same bits but for the last ones, and each many times: the threshold goes up, one by one, while they are collected."""
+    rng = np.random.default_rng(5)
+    bits = {"float32": np.uint32(0x3F800000), "float64": np.uint64(0x3FF << 52)}[wide]
+    steps = np.minimum(np.arange(n) // 2048, rng.integers(0, 10, n)).astype(bits.dtype)
+    for order in (steps, steps[::-1], rng.integers(0, 10, n).astype(bits.dtype)):
+        g = (bits + order).view(wide) * rng.choice(np.array([-1, 1], wide), n)
+        assert Coder("topk", {"k": k}, n, wide).encode(g) == topk_encode(g, k)
+
+
 @settings(max_examples=30, deadline=None)
 @given(n=sizes, k=ks, wide=wides, seed=st.integers(0, 99))
 def test_nothing_is_lost(n, k, wide, seed):
