@@ -70,11 +70,12 @@ def test_a_sample_of_nothing_but_the_largest(k, wide):
 def test_magnitudes_that_are_next_to_each_other(k, n, wide):
     """The same bits but for the last ones, and each many times: the threshold goes up, one by one, while they are collected."""
     rng = np.random.default_rng(5)
-    bits = {"float32": np.uint32(0x3F800000), "float64": np.uint64(0x3FF << 52)}[wide]
-    steps = np.minimum(np.arange(n) // 2048, rng.integers(0, 10, n)).astype(bits.dtype)
-    for order in (steps, steps[::-1], rng.integers(0, 10, n).astype(bits.dtype)):
-        g = (bits + order).view(wide) * rng.choice(np.array([-1, 1], wide), n)
-        assert Coder("topk", {"k": k}, n, wide).encode(g) == topk_encode(g, k)
+    one = np.ones(1, wide).view("u4" if wide == "float32" else "u8")[0]
+    steps = np.minimum(np.arange(n) // 2048, rng.integers(0, 10, n)).astype(one.dtype)
+    for order in (steps, steps[::-1], rng.integers(0, 10, n).astype(one.dtype)):
+        for base in (one - one, one):
+            g = (base + order).view(wide) * rng.choice(np.array([-1, 1], wide), n)
+            assert Coder("topk", {"k": k}, n, wide).encode(g) == topk_encode(g, k)
 
 
 @settings(max_examples=30, deadline=None)
