@@ -16,7 +16,7 @@ seeds = st.integers(-2**63, 2**63 - 1)
 
 @pytest.mark.parametrize("residual", [False, True], ids=["", "ef"])
 @pytest.mark.parametrize("momentum", [False, True], ids=["", "nesterov"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(n=sizes, k=ks, wide=wides, kind=st.lists(kinds, min_size=1, max_size=3), factor=st.sampled_from([1.0, 0.5, 3.0]), seed=seeds)
 def test_as_the_oracle(residual, momentum, n, k, wide, kind, factor, seed):
     coder = Coder("randomk", {"k": k}, n, wide, residual, momentum, seed)

@@ -27,7 +27,7 @@ def parts(wire: bytes, n: int, k, wide: str) -> tuple[bytes, np.ndarray]:
 
 @pytest.mark.parametrize("residual", [False, True], ids=["", "ef"])
 @pytest.mark.parametrize("momentum", [False, True], ids=["", "nesterov"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(n=sizes, k=ks, wide=wides, kind=st.lists(kinds, min_size=1, max_size=3), factor=st.sampled_from([1.0, 0.5, 3.0]), seed=st.integers(0, 99))
 def test_as_the_oracle(residual, momentum, n, k, wide, kind, factor, seed):
     coder, slow = Coder("topk", {"k": k}, n, wide, residual, momentum), oracle(k, n, wide)
@@ -91,7 +91,7 @@ def test_nothing_is_lost(n, k, wide, seed):
     assert np.allclose(sent + coder.residual, given_, rtol=0, atol=1e-5 if wide == "float32" else 1e-13)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(n=sizes, k=ks, wide=wides, seed=st.integers(0, 9999), add=st.booleans())
 def test_corrupt_bytes(n, k, wide, seed, add):
     coder = Coder("topk", {"k": k}, n, wide)
