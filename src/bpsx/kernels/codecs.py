@@ -17,6 +17,7 @@ what makes a decoder give some, and forgets residual and momentum: an overflow p
 from __future__ import annotations
 
 import importlib
+import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -137,3 +138,26 @@ def checked_choice(key: str, value: Any, *allowed: str) -> str:
     if value not in allowed:
         raise ConfigError(f"{key}={value!r}: allowed are {', '.join(map(repr, allowed))}")
     return str(value)
+
+
+def checked_amount(key: str, value: Any) -> int | float:
+    """How many elements to send of each partition: an int >= 1, or a fraction. Raises :class:`~bpsx.errors.ConfigError` for anything else."""
+    if not isinstance(value, bool) and isinstance(value, int | float):
+        if 0 < value < 1:
+            return float(value)
+        if 1 <= value < 2**63 and value == int(value):
+            return int(value)
+    raise ConfigError(f"{key}={value!r}: allowed are an integer >= 1 (so many elements of each partition) and a fraction, 0 < {key} < 1")
+
+
+def amount_numbers(amount: int | float) -> list[int]:
+    """What :func:`checked_amount` gave, as two integers: the number, or the bits of the fraction, and whether it is one."""
+    if isinstance(amount, float):
+        return [struct.unpack("<q", struct.pack("<d", amount))[0], 1]
+    return [amount, 0]
+
+
+def amount_of(n: int, numbers: list[int]) -> int:
+    """So many of n elements; at least one. The kernels compute the same: a product of float64, truncated."""
+    wanted = int(struct.unpack("<d", struct.pack("<q", numbers[0]))[0] * n) if numbers[1] else numbers[0]
+    return min(max(wanted, 1), n)

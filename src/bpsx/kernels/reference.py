@@ -8,6 +8,10 @@ import numpy as np
 
 from bpsx.dtypes import BY_NAME
 
+_WORD = 2**64 - 1
+#: What splitmix64 counts in: the golden ratio's fraction, odd.
+GAMMA = 0x9E3779B97F4A7C15
+
 
 def bfloat16_to_float32(bits: np.ndarray) -> np.ndarray:
     """``bits``: uint16 array holding bfloat16 values."""
@@ -88,4 +92,66 @@ def onebit_decode(wire: bytes, n: int, wide: str = "float32") -> np.ndarray:
     magnitude = np.frombuffer(wire[:8], np.float64)[0].astype(wide)
     negative = np.unpackbits(np.frombuffer(wire[8:], np.uint8), bitorder="little")[:n].astype(bool)
     decoded: np.ndarray = np.where(negative, -magnitude, magnitude).astype(wide)
+    return decoded
+
+
+def amount(n: int, k: int | float) -> int:
+    """How many of n elements topk and randomk send: a fraction, or so many."""
+    return min(n, max(1, int(np.float64(k) * np.float64(n)))) if isinstance(k, float) else min(n, k)
+
+
+def topk_encode(p: np.ndarray, k: int | float) -> bytes:
+    """The indices of the elements with the largest magnitude (as bits; of equal ones the first), ascending, as uint32; then those elements."""
+    magnitudes = p.view(f"u{p.itemsize}") & ~np.zeros(1, f"u{p.itemsize}") >> 1
+    best = np.sort(np.argsort(~magnitudes, kind="stable")[:amount(len(p), k)])
+    return best.astype(np.uint32).tobytes() + p[best].tobytes()
+
+
+def topk_decode(wire: bytes, n: int, k: int | float, wide: str = "float32") -> np.ndarray:
+    """Zeros but for what was sent. Raises ValueError for what is not topk's."""
+    count = amount(n, k)
+    if len(wire) != count * (4 + np.dtype(wide).itemsize):
+        raise ValueError("size")
+    indices = np.frombuffer(wire[:4 * count], np.uint32).astype(np.int64)
+    if (np.diff(indices) <= 0).any() or (indices >= n).any():
+        raise ValueError("indices")
+    decoded = np.zeros(n, wide)
+    decoded[indices] = np.frombuffer(wire[4 * count:], wide)
+    return decoded
+
+
+def splitmix64(z: int) -> int:
+    """The finaliser of splitmix64, of a 64-bit number."""
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & _WORD
+    return z ^ z >> 31
+
+
+def randomk_places(seed: int, counter: int, n: int, count: int) -> list[int]:
+    """Which of n elements randomk sends, in their order."""
+    start = splitmix64(seed + splitmix64(counter + GAMMA & _WORD) & _WORD)
+
+    def below(y: int, i: int) -> int:
+        return splitmix64(start + i * GAMMA & _WORD) * y >> 64
+
+    edges = [i * n // count for i in range(count + 1)]
+    turn = below(n, 0)
+    return [(turn + edges[i] + below(edges[i + 1] - edges[i], i + 1)) % n for i in range(count)]
+
+
+def randomk_encode(p: np.ndarray, counter: int, seed: int, k: int | float, kept: bool) -> bytes:
+    """The counter as uint64, then the elements at this round's places. ``kept``: with residual or momentum, which notice any overflow."""
+    values = p[randomk_places(seed, counter, len(p), amount(len(p), k))]
+    if kept and np.isfinite(values).all() and not np.isfinite(p).all():
+        values[0] = np.nan
+    return np.uint64(counter).tobytes() + values.tobytes()
+
+
+def randomk_decode(wire: bytes, n: int, seed: int, k: int | float, wide: str = "float32") -> np.ndarray:
+    """Zeros but for what was sent. Raises ValueError for what is not randomk's."""
+    count = amount(n, k)
+    if len(wire) != 8 + count * np.dtype(wide).itemsize:
+        raise ValueError("size")
+    decoded = np.zeros(n, wide)
+    decoded[randomk_places(seed, int.from_bytes(wire[:8], "little"), n, count)] = np.frombuffer(wire[8:], wide)
     return decoded

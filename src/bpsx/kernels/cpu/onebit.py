@@ -31,6 +31,17 @@ def _magnitudes(p: Any, begin: int, n: int) -> Any:
 
 
 @numba.njit
+def _sum(p: Any, begin: int, n: int) -> Any:
+    """The same as float64; not finite if an element is not. A float32 sum may overflow though its parts do not: it is then made again."""
+    total = np.float64(_magnitudes(p, begin, n))
+    if not np.isfinite(total):
+        total = np.float64(0.0)
+        for i in range(begin, begin + n):
+            total += np.float64(abs(p[i]))
+    return total
+
+
+@numba.njit
 def _pack(p: Any, begin: int, words: Any, first: int, n: int) -> None:
     for j in range(n // 32):
         words[first + j] = signs(p, begin + 32 * j)
@@ -82,7 +93,7 @@ class OneBit(Codec):
                         left = e[begin + i]
                         e[begin + i] = p[first + i] + f * (left - signed(before, left))
                     p, first = e, begin
-                total += _magnitudes(p, first, size)
+                total += _sum(p, first, size)
                 _pack(p, first, words, begin // 32, size)
             magnitude = total / n if options[0] else 1.0
             if not np.isfinite(total):

@@ -64,6 +64,28 @@ def unbits(typingctx: Any, x: types.Type) -> Any:
 
 
 @intrinsic
+def width(typingctx: Any, pointer: types.CPointer) -> Any:
+    """How many bytes an element has that ``pointer`` points to."""
+    size = pointer.dtype.bitwidth // 8
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return ir.Constant(_I64, size)
+
+    return types.int64(pointer), codegen
+
+
+@intrinsic
+def magnitude(typingctx: Any, x: types.Float) -> Any:
+    """A float's bits without the sign, as a uint64. They are ordered as magnitudes are; infinity and then NaN are the largest."""
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        kind = _bits_of(x)
+        absolute = builder.and_(builder.bitcast(args[0], kind), ir.Constant(kind, (1 << (kind.width - 1)) - 1))
+        return builder.zext(absolute, _I64) if kind.width < 64 else absolute
+
+    return types.uint64(x), codegen
+
+
+@intrinsic
 def signed(typingctx: Any, x: types.Float, sign: types.Float) -> Any:
     """The magnitude of ``x`` with the sign of ``sign``, of one type."""
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
@@ -185,6 +207,17 @@ def leading(typingctx: Any, x: types.Type) -> Any:
         return builder.ctlz(args[0], _I1(0))
 
     return types.int64(types.uint64), codegen
+
+
+@intrinsic
+def high(typingctx: Any, x: types.Type, y: types.Type) -> Any:
+    """The upper half of the 128 bits of a product: of a random word and y, a number below y."""
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        wide = ir.IntType(128)
+        product = builder.mul(*(builder.zext(a, wide) for a in args))
+        return builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), _I64)
+
+    return types.uint64(types.uint64, types.uint64), codegen
 
 
 def _two_words(name: str) -> Any:

@@ -1,0 +1,30 @@
+"""What topk and randomk share: how many elements are sent, and which bits are no number's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from bpsx.kernels.cpu.words import at, cast, magnitude
+
+
+@numba.njit
+def amount(options: Any, n: int) -> Any:
+    """As :func:`bpsx.kernels.codecs.amount_of`."""
+    wanted = np.int64(at(options, 0, np.float64)[0] * n) if options[1] else options[0]
+    return min(max(wanted, 1), n)
+
+
+@numba.njit
+def infinity(p: Any) -> Any:
+    """The magnitude of infinity; NaN are above it."""
+    return magnitude(cast(np.inf, p))
+
+
+@numba.njit
+def clear(out: Any, n: int) -> None:
+    """All zero."""
+    for i in range(n):
+        out[i] = 0

@@ -1,0 +1,132 @@
+"""randomk against its oracle, byte for byte; its places; and bytes that are none of its."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpsx.kernels.reference import GAMMA, Reference, amount, randomk_decode, randomk_encode, randomk_places, splitmix64
+from unit.codec_tools import Coder, corrupt, gradient, kinds, same, sizes, wides
+
+ks = st.one_of(st.sampled_from([1, 2, 7, 100, 10**6, 0.001, 0.01, 0.1, 0.5, 0.97, 1 - 2**-53]), st.floats(0, 1, exclude_min=True, exclude_max=True))
+seeds = st.integers(-2**63, 2**63 - 1)
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["", "ef"])
+@pytest.mark.parametrize("momentum", [False, True], ids=["", "nesterov"])
+@settings(max_examples=40, deadline=None)
+@given(n=sizes, k=ks, wide=wides, kind=st.lists(kinds, min_size=1, max_size=3), factor=st.sampled_from([1.0, 0.5, 3.0]), seed=seeds)
+def test_as_the_oracle(residual, momentum, n, k, wide, kind, factor, seed):
+    coder = Coder("randomk", {"k": k}, n, wide, residual, momentum, seed)
+    slow = Reference(lambda p, counter: randomk_encode(p, counter, seed, k, residual or momentum),
+                     lambda wire, size: randomk_decode(wire, size, seed, k, wide), n, wide)
+    for i, what in enumerate(kind):
+        g = gradient(what, n, wide, seed % 1000 + i)
+        wire = coder.encode(g, factor, 0.9)
+        with np.errstate(all="ignore"):
+            want = slow.encode(g, residual=residual, momentum=momentum, factor=factor, mu=0.9)
+            decoded = slow.decode(want, n)
+            total = g + decoded
+        assert wire[:8] == want[:8] and len(wire) == len(want)
+        assert same(np.frombuffer(wire[8:], wide), np.frombuffer(want[8:], wide))
+        assert not residual or same(coder.residual, slow.residual)
+        assert not momentum or same(coder.momentum, slow.momentum)
+        assert same(coder.decode(wire), decoded)
+        assert np.array_equal(coder.decode(wire, add_to=g), total, equal_nan=True)
+
+
+@pytest.mark.parametrize("momentum", [False, True], ids=["", "nesterov"])
+@pytest.mark.parametrize("residual", [False, True], ids=["", "ef"])
+@pytest.mark.parametrize("at", [0, 1500, 2999])
+def test_an_overflow_that_is_not_sent(residual, momentum, at):
+    """It is sent all the same, in the first value, if there is anything that must not remember it; elsewhere it is not looked at."""
+    coder = Coder("randomk", {"k": 10}, 3000, "float32", residual, momentum)
+    g = gradient("normal", 3000, "float32", 1)
+    coder.encode(g)
+    g[at] = np.inf
+    while at in (places := randomk_places(1, coder.counter + 1, 3000, 10)):
+        coder.counter += 1
+    values = np.frombuffer(coder.encode(g)[8:], np.float32)
+    assert np.isnan(values[0]) == (residual or momentum) and np.isfinite(values[1:]).all()
+    assert not coder.residual.any() and not coder.momentum.any()
+    assert at not in places
+
+
+def test_the_generator():
+    """The first numbers of splitmix64 with seed 1234567, as its author's C program prints them."""
+    from bpsx.kernels.cpu.randomk import mixed
+
+    known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    states = [(1234567 + i * GAMMA) % 2**64 for i in range(1, 6)]
+    assert [splitmix64(state) for state in states] == known
+    assert [int(mixed(np.uint64(state))) for state in states] == known
+
+
+@settings(max_examples=100, deadline=None)
+@given(n=st.integers(1, 3000), k=ks, seed=seeds, counter=st.integers(0, 2**64 - 1))
+def test_places_are_distinct(n, k, seed, counter):
+    count = amount(n, k)
+    places = randomk_places(seed, counter, n, count)
+    assert len(set(places)) == count and min(places) >= 0 and max(places) < n
+
+
+@pytest.mark.parametrize(("n", "k"), [(10, 3), (10, 9), (7, 7), (64, 5), (97, 13)])
+def test_all_elements_are_as_likely(n, k):
+    """5 standard deviations of a binomial; and decoded values, n / k times as large, have the gradient as their mean."""
+    rounds = 4000
+    coder = Coder("randomk", {"k": k}, n)
+    g = np.arange(1, n + 1, dtype=np.float32)
+    total = np.zeros(n)
+    for _ in range(rounds):
+        total += coder.decode(coder.encode(g))
+    likely = total / g / rounds
+    assert (abs(likely - k / n) <= 5 * np.sqrt(k / n * (1 - k / n) / rounds) + 1e-12).all()
+
+
+def test_rounds_and_seeds_differ():
+    rounds = {tuple(randomk_places(seed, counter, 1000, 10)) for seed in range(-5, 5) for counter in range(50)}
+    assert len(rounds) == 500
+
+
+def test_the_counter_is_the_senders():
+    """A receiver that has lost count decodes what was sent."""
+    sender, receiver = (Coder("randomk", {"k": 0.1}, 500, seed=7) for _ in range(2))
+    g = gradient("normal", 500, "float32", 2)
+    for _ in range(3):
+        wire = sender.encode(g)
+    decoded = receiver.decode(wire)
+    assert same(decoded, randomk_decode(wire, 500, 7, 0.1)) and np.count_nonzero(decoded) == 50
+    assert (decoded[decoded != 0] == g[decoded != 0]).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(n=sizes, k=ks, wide=wides, seed=st.integers(0, 99))
+def test_nothing_is_lost(n, k, wide, seed):
+    """All that was sent and what is left make the sum of all gradients."""
+    coder = Coder("randomk", {"k": k}, n, wide, residual=True)
+    sent, given_ = np.zeros(n), np.zeros(n)
+    for i in range(5):
+        g = gradient("normal", n, wide, 100 * seed + i)
+        given_ += g
+        sent += coder.decode(coder.encode(g))
+    assert np.allclose(sent + coder.residual, given_, rtol=0, atol=1e-5 if wide == "float32" else 1e-13)
+
+
+@settings(max_examples=200, deadline=None)
+@given(n=sizes, k=ks, wide=wides, seed=st.integers(0, 9999), add=st.booleans())
+def test_corrupt_bytes(n, k, wide, seed, add):
+    """Any bytes of the right size are a message, with any counter; none of another size is."""
+    coder = Coder("randomk", {"k": k}, n, wide)
+    g = gradient("normal", n, wide, seed)
+    wire = corrupt(coder.encode(g), seed)
+    got = coder.decode(wire, add_to=g if add else None)
+    try:
+        with np.errstate(all="ignore"):
+            want = randomk_decode(wire, n, 1, k, wide)
+            want = g + want if add else want
+    except ValueError:
+        assert got is None
+    else:
+        assert got is not None and (np.array_equal(got, want, equal_nan=True) if add else same(got, want))

@@ -1,0 +1,139 @@
+"""topk against its oracle, byte for byte; its options; and bytes that are none of its."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpsx.errors import ConfigError
+from bpsx.kernels.codecs import amount_numbers, amount_of, codec
+from bpsx.kernels.reference import Reference, amount, topk_decode, topk_encode
+from unit.codec_tools import Coder, corrupt, gradient, kinds, same, sizes, wides
+
+ks = st.one_of(st.sampled_from([1, 2, 7, 100, 10**6, 0.001, 0.01, 0.1, 0.5, 0.97, 1 - 2**-53]), st.floats(0, 1, exclude_min=True, exclude_max=True))
+
+
+def oracle(k, n: int, wide: str) -> Reference:
+    return Reference(lambda p, counter: topk_encode(p, k), lambda wire, size: topk_decode(wire, size, k, wide), n, wide)
+
+
+def parts(wire: bytes, n: int, k, wide: str) -> tuple[bytes, np.ndarray]:
+    """Indices and values."""
+    count = amount(n, k)
+    return wire[:4 * count], np.frombuffer(wire[4 * count:], wide)
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["", "ef"])
+@pytest.mark.parametrize("momentum", [False, True], ids=["", "nesterov"])
+@settings(max_examples=40, deadline=None)
+@given(n=sizes, k=ks, wide=wides, kind=st.lists(kinds, min_size=1, max_size=3), factor=st.sampled_from([1.0, 0.5, 3.0]), seed=st.integers(0, 99))
+def test_as_the_oracle(residual, momentum, n, k, wide, kind, factor, seed):
+    coder, slow = Coder("topk", {"k": k}, n, wide, residual, momentum), oracle(k, n, wide)
+    for i, what in enumerate(kind):
+        g = gradient(what, n, wide, 10 * seed + i)
+        wire = coder.encode(g, factor, 0.9)
+        with np.errstate(all="ignore"):
+            want = slow.encode(g, residual=residual, momentum=momentum, factor=factor, mu=0.9)
+            total = g + slow.decode(want, n)
+        indices, values = parts(wire, n, k, wide)
+        assert len(wire) == len(want)
+        assert (indices, True) == (parts(want, n, k, wide)[0], same(values, parts(want, n, k, wide)[1]))
+        assert not residual or same(coder.residual, slow.residual)
+        assert not momentum or same(coder.momentum, slow.momentum)
+        assert same(coder.decode(wire), slow.decode(want, n))
+        assert np.array_equal(coder.decode(wire, add_to=g), total, equal_nan=True)
+
+
+@pytest.mark.parametrize("wide", ["float32", "float64"])
+@pytest.mark.parametrize("k", [1, 2000, 4096, 16_000, 0.5])
+def test_a_sample_of_nothing_but_the_largest(k, wide):
+    """Who chooses the gradient so that the sample misleads gets the same bytes."""
+    from bpsx.kernels.cpu.topk import RUN, SAMPLE, sample_at
+
+    n = 4 * SAMPLE
+    rng = np.random.default_rng(3)
+    g = rng.standard_normal(n).astype(wide)
+    stride = n // (SAMPLE // RUN)
+    sampled = np.array([[sample_at(r, stride) + i for i in range(RUN)] for r in range(SAMPLE // RUN)]).reshape(-1)
+    assert sampled.min() >= 0 and sampled.max() < n and len(set(sampled.tolist())) == SAMPLE
+    g[sampled] *= 1000
+    for which in (g, 1 / g):
+        for residual in (False, True):
+            assert Coder("topk", {"k": k}, n, wide, residual).encode(which) == topk_encode(which, k)
+
+
+@pytest.mark.parametrize("wide", ["float32", "float64"])
+@pytest.mark.parametrize("n", [16_383, 40_001])
+@pytest.mark.parametrize("k", [0.01, 0.1, 0.2, 0.5, 0.97])
+def test_magnitudes_that_are_next_to_each_other(k, n, wide):
+    """The same bits but for the last ones, and each many times: the threshold goes up, one by one, while they are collected."""
+    rng = np.random.default_rng(5)
+    one = np.ones(1, wide).view("u4" if wide == "float32" else "u8")[0]
+    steps = np.minimum(np.arange(n) // 2048, rng.integers(0, 10, n)).astype(one.dtype)
+    for order in (steps, steps[::-1], rng.integers(0, 10, n).astype(one.dtype)):
+        for base in (one - one, one):
+            g = (base + order).view(wide) * rng.choice(np.array([-1, 1], wide), n)
+            assert Coder("topk", {"k": k}, n, wide).encode(g) == topk_encode(g, k)
+
+
+@settings(max_examples=30, deadline=None)
+@given(n=sizes, k=ks, wide=wides, seed=st.integers(0, 99))
+def test_nothing_is_lost(n, k, wide, seed):
+    """All that was sent and what is left make the sum of all gradients."""
+    coder = Coder("topk", {"k": k}, n, wide, residual=True)
+    sent, given_ = np.zeros(n), np.zeros(n)
+    for i in range(5):
+        g = gradient("normal", n, wide, 100 * seed + i)
+        given_ += g
+        sent += coder.decode(coder.encode(g))
+    assert np.allclose(sent + coder.residual, given_, rtol=0, atol=1e-5 if wide == "float32" else 1e-13)
+
+
+@settings(max_examples=200, deadline=None)
+@given(n=sizes, k=ks, wide=wides, seed=st.integers(0, 9999), add=st.booleans())
+def test_corrupt_bytes(n, k, wide, seed, add):
+    coder = Coder("topk", {"k": k}, n, wide)
+    g = gradient("normal", n, wide, seed)
+    wire = corrupt(coder.encode(g), seed)
+    got = coder.decode(wire, add_to=g if add else None)
+    try:
+        with np.errstate(all="ignore"):
+            want = topk_decode(wire, n, k, wide)
+            want = g + want if add else want
+    except ValueError:
+        assert got is None
+    else:
+        assert got is not None and (np.array_equal(got, want, equal_nan=True) if add else same(got, want))
+
+
+@pytest.mark.parametrize("indices", [[3, 3], [4, 3], [0, 10], [10, 11], [0, 2**31], [2**32 - 1, 0], [0, 2**32 - 1]])
+def test_indices_that_are_not_ascending_or_too_large(indices):
+    coder = Coder("topk", {"k": 2}, 10)
+    values = np.ones(2, np.float32).tobytes()
+    assert coder.decode(np.array([3, 9], np.uint32).tobytes() + values) is not None
+    assert coder.decode(np.array(indices, np.uint32).tobytes() + values) is None
+
+
+@pytest.mark.parametrize("name", ["topk", "randomk"])
+@pytest.mark.parametrize("k", [None, 0, 0.0, -1, -0.5, True, False, float("nan"), float("inf"), 2.5, 1.0000001, "3", [1], 2**63, 1e30])
+def test_a_wrong_k(name, k):
+    for given_ in ({"k": k}, {}) if k is None else ({"k": k},):
+        with pytest.raises(ConfigError, match="k=.*allowed are") as error:
+            codec(name).options(given_)
+        assert repr(k) in str(error.value)
+
+
+@pytest.mark.parametrize(("k", "kept"), [(1, 1), (1.0, 1), (3.0, 3), (2**62, 2**62), (0.5, 0.5), (5e-324, 5e-324)])
+def test_a_right_k(k, kept):
+    for name in ("topk", "randomk"):
+        got = codec(name).options({"k": k})
+        assert got == {"k": kept} and type(got["k"]) is type(kept)
+
+
+@settings(max_examples=200, deadline=None)
+@given(n=st.one_of(sizes, st.integers(1, 2**31)), k=st.one_of(ks, st.integers(1, 2**62)))
+def test_how_many(n, k):
+    assert amount_of(n, amount_numbers(k)) == amount(n, k)
+    assert 1 <= amount(n, k) <= n
