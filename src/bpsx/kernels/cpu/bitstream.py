@@ -1,8 +1,8 @@
 """Reading and writing a stream of bits, and planes of bits out of and into bytes, 64 at a time.
 
 Bit b of a stream is bit b % 8 of its byte b // 8, the lowest first. A writer is two numbers: how many bits are written, and those of the word that
-is not full yet; what they stand for is in memory already, so there is nothing to flush. A writer touches up to 8 bytes behind its last bit, a reader
-up to 16: callers see to it that there is room, and that there are as many bits as they ask for.
+is not full yet, which whoever comes to the end has to store. A writer touches up to 8 bytes behind its last bit, a reader up to 16: callers see to it
+that there is room, and that there are as many bits as they ask for.
 """
 
 from __future__ import annotations
@@ -52,6 +52,13 @@ def put(to: Any, written: int, held: Any, word: Any, count: int) -> Any:
     if (written & 63) + count >= 64:
         held = (word >> np.uint64(1)) >> (np.uint64(63) - used)     # a shift by 64 would be none
     return written + count, held
+
+
+@numba.njit
+def end(to: Any, written: int, held: Any) -> Any:
+    """Store what is held. Returns how many bytes there are; zeros fill the last."""
+    store_word(to, (written >> 6) << 3, held)
+    return (written + 7) >> 3
 
 
 @numba.njit

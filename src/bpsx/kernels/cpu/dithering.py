@@ -165,7 +165,8 @@ class Dithering(Codec):
                 return -1
             for chunk in range(chunks):
                 begin = chunk * CHUNK
-                some, length = min(CHUNK, n - begin), np.int64(at(wire, _HEAD + 2 * chunk, np.uint16)[0])
+                some = min(CHUNK, n - begin)
+                length = int(at(wire, _HEAD + 2 * chunk, np.uint16)[0])
                 if end + length > size:
                     return -1
                 if length:

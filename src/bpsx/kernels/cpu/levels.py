@@ -21,7 +21,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from bpsx.kernels.cpu.bitstream import get, holding, put, raise_bytes
+from bpsx.kernels.cpu.bitstream import end, get, holding, put, raise_bytes
 from bpsx.kernels.cpu.words import above, gather_bits, lowest, ones, scatter_bits
 
 #: Elements of a chunk; bytes that the masks or signs of one take.
@@ -89,7 +89,7 @@ def _put_places(to: Any, written: int, held: Any, masks: Any, size: int, s: int)
 
 
 @numba.njit
-def pack(to: Any, levels: Any, signs: Any, masks: Any, size: int, k: int) -> int:
+def pack(to: Any, levels: Any, signs: Any, masks: Any, size: int, k: int) -> Any:
     """Code a chunk. Levels up to the next multiple of 64 are 0; masks is scratch. Returns the bytes it takes, and touches up to 8 more."""
     groups, count = (size + 63) // 64, 0
     for j in range(groups):
@@ -114,23 +114,23 @@ def pack(to: Any, levels: Any, signs: Any, masks: Any, size: int, k: int) -> int
             left |= word
         if left == np.uint64(0):
             break
-    return (written + 7) >> 3
+    return end(to, written, held)
 
 
 @numba.njit
-def _get_numbers(of: Any, position: int, end: int, masks: Any, size: int, s: int) -> int:
+def _get_numbers(of: Any, position: int, limit: int, masks: Any, size: int, s: int) -> int:
     """Set the masks' bits, which are 0, from Rice-coded numbers. Returns the position behind them, or -1."""
-    i = 0
+    i: Any = 0
     while True:
         word = get(of, position)
-        high = lowest(word)
+        high: Any = lowest(word)
         if high < _LIMIT:
             i += (high << s) | (np.int64(word >> np.uint64(high + 1)) & ((1 << s) - 1))
-            position += high + 1 + s
+            position += int(high) + 1 + s
         else:
             i += np.int64(word >> np.uint64(_LIMIT)) & ((1 << _RAW) - 1)
             position += _LIMIT + _RAW
-        if position > end or i > size:
+        if position > limit or i > size:
             return -1
         if i == size:
             return position
@@ -139,11 +139,11 @@ def _get_numbers(of: Any, position: int, end: int, masks: Any, size: int, s: int
 
 
 @numba.njit
-def _get_places(of: Any, end: int, levels: Any, masks: Any, size: int, s: int) -> int:
+def _get_places(of: Any, limit: int, levels: Any, masks: Any, size: int, s: int) -> int:
     """Masks, and levels, 1 where they are set. Returns the position behind them, or -1."""
     position = 8
     if s == 0:
-        if position + size > end:
+        if position + size > limit:
             return -1
         for j in range(size // 64):
             masks[j] = get(of, position + 64 * j)
@@ -153,7 +153,7 @@ def _get_places(of: Any, end: int, levels: Any, masks: Any, size: int, s: int) -
     else:
         for j in range((size + 63) // 64):
             masks[j] = 0
-        position = _get_numbers(of, position, end, masks, size, s)
+        position = _get_numbers(of, position, limit, masks, size, s)
     for i in range(64 * ((size + 63) // 64)):
         levels[i] = 0
     for j in range((size + 63) // 64):
@@ -183,17 +183,17 @@ def unpack(of: Any, length: int, levels: Any, signs: Any, masks: Any, size: int,
 
     Bytes that no encoder makes may give levels above k, up to the next power of two.
     """
-    groups, end = (size + 63) // 64, 8 * length
+    groups, limit = (size + 63) // 64, 8 * length
     r, s = of[0] & 7, of[0] >> 3
     if s >= _RAW or (r and (1 << r) >= k):
         return -1
-    position = _get_places(of, end, levels, masks, size, s)
+    position = _get_places(of, limit, levels, masks, size, s)
     if position < 0:
         return -1
     count = 0
     for j in range(groups):
         count += ones(masks[j])
-    if position + count * (1 + r) > end:
+    if position + count * (1 + r) > limit:
         return -1
     for j in range(groups):
         signs[j] = scatter_bits(get(of, position), masks[j])
@@ -202,7 +202,7 @@ def unpack(of: Any, length: int, levels: Any, signs: Any, masks: Any, size: int,
         _get_plane(of, position, levels, masks, groups, 1 << low, False)
         position += count
     for _ in range((k - 1) >> r):
-        if position + count > end:
+        if position + count > limit:
             return -1
         higher = _get_plane(of, position, levels, masks, groups, 1 << r, True)
         position += count

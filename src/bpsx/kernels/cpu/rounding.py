@@ -2,9 +2,10 @@
 
 Level 0 is 0. Linear: level l of k is l / k of the norm. Natural: 2^(l - k) of it.
 
-The random number of element i is a hash of i and 64 bits of key, so that any device can draw it wherever it works. It is Wellons' lowbias32 ("Prospecting
-for hash functions", nullprogram.com, 2018, in the public domain), with one half of the key added before and the other half mixed in on the way; the
-key itself is a hash of seed and counter by Stafford's variant 13 of MurmurHash3's finalizer, as in SplitMix64 (Steele et al., OOPSLA 2014).
+The random number of element i is a hash of i and 64 bits of key, so that any device can draw it wherever it works. It is Wellons' lowbias32
+("Prospecting for hash functions", nullprogram.com, 2018, in the public domain), with one half of the key added before and the other half mixed in on
+the way; the key itself is a hash of seed and counter by Stafford's variant 13 of MurmurHash3's finalizer, as in SplitMix64 (Steele et al., OOPSLA
+2014).
 
 All that is done in floating point are multiplications, by powers of two or one by one, and minima: nothing is there for a compiler to fuse, so all
 devices get the same bits. The rest is integers: with z in units of 2^-23 of a level, and 23 random bits r, the level is (z + r) >> 23, which is

@@ -1,0 +1,167 @@
+"""What the tests of compressors share: a codec's functions, called as the core calls them, in memory whose edges are watched; and data for them."""
+
+from __future__ import annotations
+
+import ctypes as C
+import mmap
+
+import numpy as np
+from hypothesis import strategies as st
+
+from bpsx.kernels.codecs import N_OPTIONS, N_STATE, SLACK, codec, load_codec
+
+_ENCODE = C.CFUNCTYPE(C.c_int64, *[C.c_void_p] * 7, C.c_int64, C.c_uint64, C.c_double, C.c_double)
+_DECODE = C.CFUNCTYPE(C.c_int64, C.c_void_p, C.c_int64, *[C.c_void_p] * 3, C.c_int64, C.c_int64)
+GUARD = 64
+#: Sizes around words, blocks and samples.
+SIZES = [1, 2, 3, 5, 31, 32, 33, 63, 64, 65, 100, 1000, 1023, 1024, 1025, 2047, 2049, 4095, 16383, 16385, 40_001]
+sizes = st.one_of(st.integers(1, 70), st.sampled_from(SIZES))
+wides = st.sampled_from(["float32", "float64"])
+
+
+class Edge:
+    """Memory that ends where reading on is a segmentation fault."""
+
+    def __init__(self, size: int) -> None:
+        self.size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._map = mmap.mmap(-1, self.size + mmap.PAGESIZE)
+        self.bytes = np.frombuffer(self._map, np.uint8)[:self.size]
+        protect = C.CDLL(None, use_errno=True).mprotect
+        assert protect(C.c_void_p(self.bytes.ctypes.data + self.size), C.c_size_t(mmap.PAGESIZE), 0) == 0
+
+    def last(self, size: int) -> np.ndarray:
+        """The last ``size`` bytes."""
+        return self.bytes[self.size - size:]
+
+
+def guarded(n: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """A buffer full of a pattern, and n elements in its middle."""
+    whole = np.full((n + 2 * GUARD) * np.dtype(kind).itemsize, 0xA5, np.uint8).view(kind)
+    return whole, whole[GUARD:GUARD + n]
+
+
+def unharmed(whole: np.ndarray) -> bool:
+    """Whether the pattern around the middle is still there."""
+    edge = GUARD * whole.itemsize
+    raw = whole.view(np.uint8)
+    return bool((raw[:edge] == 0xA5).all() and (raw[-edge:] == 0xA5).all())
+
+
+class Coder:
+    """One partition's codec. ``residual`` and ``momentum`` are what the core keeps, as arrays."""
+
+    def __init__(self, name: str, options: dict, n: int, wide: str = "float32",
+                 residual: bool = False, momentum: bool = False, seed: int = 1) -> None:
+        made = codec(name)
+        numbers = made.numbers(made.options(options))
+        assert len(numbers) < N_OPTIONS
+        self.options = np.array([*numbers, *[0] * (N_OPTIONS - 1 - len(numbers)), seed], np.int64)
+        self._compiled = load_codec(name, wide, residual, momentum)
+        self._encode, self._decode = _ENCODE(self._compiled.encode), _DECODE(self._compiled.decode)
+        self.n, self.wide, self.counter = n, wide, 0
+        self.capacity = made.capacity(n, numbers)
+        self._room = made.scratch(n, numbers)
+        self._scratch = Edge(self._room + 64)
+        self._wire = Edge(self.capacity + SLACK)
+        self._kept = [guarded(n if used else 0, wide) for used in (residual, momentum)]
+        self.residual, self.momentum = (kept[1] for kept in self._kept)
+        self.residual[:] = self.momentum[:] = 0
+        self.state = np.zeros(N_STATE)
+
+    def _scratch_at(self) -> int:
+        """Aligned to 64 bytes, and as near to the end as that allows. What lies there is nobody's."""
+        room = self._scratch.last(-(-self._room // 64) * 64)
+        room[:] = 0xEE
+        return room.ctypes.data
+
+    def encode(self, g: np.ndarray, factor: float = 1.0, mu: float = 0.9) -> bytes:
+        """What goes on the wire for ``g``."""
+        self.counter += 1
+        wire, before = self._wire.last(self.capacity + SLACK), g.tobytes()
+        wire[:] = 0xEE
+        size = self._encode(g.ctypes.data, self.residual.ctypes.data, self.momentum.ctypes.data, wire.ctypes.data, self._scratch_at(),
+                            self.state.ctypes.data, self.options.ctypes.data, self.n, self.counter, factor, mu)
+        assert 0 <= size <= self.capacity
+        assert g.tobytes() == before, "the gradient was written to"
+        assert all(unharmed(kept[0]) for kept in self._kept)
+        return wire[:size].tobytes()
+
+    def decode(self, wire: bytes, add_to: np.ndarray | None = None) -> np.ndarray | None:
+        """What ``wire`` says, added to ``add_to`` or alone; None if it is refused."""
+        whole, out = guarded(self.n, self.wide)
+        if add_to is not None:
+            out[:] = add_to
+        edge = Edge(len(wire) + SLACK)
+        room = edge.last(len(wire) + SLACK)
+        room[:len(wire)] = np.frombuffer(wire, np.uint8)
+        room[len(wire):] = 0x77
+        done = self._decode(room.ctypes.data, len(wire), out.ctypes.data, self._scratch_at(), self.options.ctypes.data, self.n, add_to is not None)
+        assert done in (0, -1)
+        assert unharmed(whole), "written outside out"
+        assert room[:len(wire)].tobytes() == wire, "the wire was written to"
+        return None if done else out.copy()
+
+
+def same(got: np.ndarray, want: np.ndarray) -> bool:
+    """Equal bits; of a NaN only that it is one."""
+    nan = np.isnan(want)
+    bits = f"u{want.itemsize}"
+    return got.dtype == want.dtype and bool((np.isnan(got) == nan).all() and (got.view(bits)[~nan] == want.view(bits)[~nan]).all())
+
+
+def _few(rng: np.random.Generator, n: int) -> np.ndarray:
+    return rng.choice([-2.0, -1.0, -0.0, 0.0, 1.0, 2.0], n)
+
+
+#: Gradients: name -> function of a generator and n.
+KINDS = {
+    "normal": lambda rng, n: rng.standard_normal(n),
+    "wild": lambda rng, n: rng.standard_normal(n) * 10.0 ** rng.integers(-30, 30, n),
+    "few": _few,
+    "equal": lambda rng, n: np.full(n, -1.5),
+    "zero": lambda rng, n: np.zeros(n),
+    "minus zero": lambda rng, n: np.full(n, -0.0),
+    "ascending": lambda rng, n: np.sort(rng.standard_normal(n) ** 2),
+    "descending": lambda rng, n: -np.sort(-rng.standard_normal(n) ** 2),
+    "sparse": lambda rng, n: rng.standard_normal(n) * (rng.random(n) < 0.01),
+    "denormal": lambda rng, n: rng.integers(-9, 10, n) * 1e-45,
+    "huge": lambda rng, n: np.full(n, 3e38) * rng.choice([-1, 1], n),
+}
+OVERFLOWS = {
+    "infinity": np.inf,
+    "minus infinity": -np.inf,
+    "nan": np.nan,
+}
+kinds = st.sampled_from([*KINDS, *OVERFLOWS])
+
+
+def gradient(kind: str, n: int, wide: str, seed: int) -> np.ndarray:
+    """n elements of a kind; of an overflow one or two in normal ones."""
+    rng = np.random.default_rng(seed)
+    if kind in KINDS:
+        return KINDS[kind](rng, n).astype(wide)
+    g = KINDS["normal"](rng, n).astype(wide)
+    g[rng.integers(0, n, 2)] = OVERFLOWS[kind]
+    return g
+
+
+def corrupt(wire: bytes, seed: int) -> bytes:
+    """Bytes that are nearly those: shortened, lengthened, with bits or words changed, or of nothing but chance."""
+    rng = np.random.default_rng(seed)
+    changed = bytearray(wire)
+    for _ in range(int(rng.integers(1, 4))):
+        what = int(rng.integers(0, 6))
+        at = int(rng.integers(0, max(1, len(changed))))
+        if what == 0:
+            changed = changed[:at]
+        elif what == 1:
+            changed += rng.bytes(int(rng.integers(1, 40)))
+        elif what == 2 and changed:
+            changed[at] ^= 1 << int(rng.integers(0, 8))
+        elif what == 3:
+            changed[at:at + 4] = rng.choice([0, 1, 0x7FFFFFFF, 0xFFFFFFFF]).astype("<u4").tobytes()[:len(changed) - at]
+        elif what == 4:
+            changed[at:] = rng.bytes(len(changed) - at)
+        elif what == 5:
+            changed = bytearray(rng.bytes(len(changed)))
+    return bytes(changed)
