@@ -54,6 +54,45 @@ def _unit(norm: float, k: int, natural: bool, other: Any) -> Any:
     return cast(norm if natural else norm / k, other)
 
 
+@numba.njit
+def _norm(g: Any, e: Any, m: Any, block: Any, n: int, f: Any, u: Any, l2: bool, residual: bool, momentum: bool) -> Any:
+    """The first pass: momentum and residual are added up, and the norm of that is found."""
+    top, total = magnitude(cast(0.0, g)), 0.0
+    for begin in range(0, n, BLOCK):
+        size = min(BLOCK, n - begin)
+        p, first = g, begin
+        if residual:
+            p = e
+            add_up(p, first, g, e, m, begin, size, f, u, True, momentum)
+        elif momentum:
+            p, first = block, 0
+            add_up(p, first, g, e, m, begin, size, f, u, False, True)
+        if l2:
+            total += squares(p, first, size)
+        else:
+            top = largest(p, first, size, top)
+    return np.sqrt(total) if l2 else np.float64(from_magnitude(top))
+
+
+@numba.njit
+def _quantise(g: Any, e: Any, m: Any, block: Any, begin: int, size: int, u: Any, levels: Any, words: Any, norm: float, k: int,
+              natural: bool, key: Any, residual: bool, momentum: bool) -> None:
+    """The second pass, for a chunk: its levels and signs, and what they leave in the residual."""
+    scales, unit = _scales(norm, k, natural, g), _unit(norm, k, natural, g)
+    for place in range(0, size, BLOCK):
+        some = min(BLOCK, size - place)
+        p, first = e if residual else g, begin + place
+        if momentum and not residual:
+            p, first = block, 0
+            _again(p, g, m, begin + place, some, u)
+        to_levels(levels, place, p, first, some, begin + place, scales, key, natural)
+        sign_words(words, place // 32, p, first, some)
+        if residual:
+            take_off(e, first, levels, place, some, unit, k, natural)
+    for i in range(size, (size + 63) // 64 * 64):
+        levels[i] = 0
+
+
 class Dithering(Codec):
     """See the module."""
 
@@ -86,46 +125,11 @@ class Dithering(Codec):
 
     def encoder(self, residual: bool, momentum: bool) -> Encoder:
         """In two passes: the norm, then the levels."""
-        def find_norm(g: Any, e: Any, m: Any, block: Any, n: int, f: Any, u: Any, l2: bool) -> float:
-            top, total = magnitude(cast(0.0, g)), 0.0
-            for begin in range(0, n, BLOCK):
-                size = min(BLOCK, n - begin)
-                p, first = g, begin
-                if residual:
-                    p = e
-                    add_up(p, first, g, e, m, begin, size, f, u, True, momentum)
-                elif momentum:
-                    p, first = block, 0
-                    add_up(p, first, g, e, m, begin, size, f, u, False, True)
-                if l2:
-                    total += squares(p, first, size)
-                else:
-                    top = largest(p, first, size, top)
-            return np.sqrt(total) if l2 else np.float64(from_magnitude(top))
-
-        def quantise(g: Any, e: Any, m: Any, block: Any, begin: int, size: int, u: Any, levels: Any, words: Any, norm: float, k: int,
-                     natural: bool, key: Any) -> None:
-            scales, unit = _scales(norm, k, natural, g), _unit(norm, k, natural, g)
-            for place in range(0, size, BLOCK):
-                some = min(BLOCK, size - place)
-                p, first = e if residual else g, begin + place
-                if momentum and not residual:
-                    p, first = block, 0
-                    _again(p, g, m, begin + place, some, u)
-                to_levels(levels, place, p, first, some, begin + place, scales, key, natural)
-                sign_words(words, place // 32, p, first, some)
-                if residual:
-                    take_off(e, first, levels, place, some, unit, k, natural)
-            for i in range(size, (size + 63) // 64 * 64):
-                levels[i] = 0
-
-        found, quantised = numba.njit(find_norm), numba.njit(quantise)
-
         def encode(g: Any, e: Any, m: Any, wire: Any, scratch: Any, state: Any, options: Any, n: int, counter: int, factor: float, mu: float) -> int:
             masks, words, signs = at(scratch, CHUNK, np.uint64), at(scratch, CHUNK + MASKS, np.uint32), at(scratch, CHUNK + MASKS, np.uint64)
             block = like(at(scratch, CHUNK + 2 * MASKS, np.uint8), g)
             k, natural, u = options[0], options[1] != 0, cast(mu, g)
-            norm = found(g, e, m, block, n, cast(factor, g), u, options[2] != 0)
+            norm = _norm(g, e, m, block, n, cast(factor, g), u, options[2] != 0, residual, momentum)
             highest = _unit(norm, k, natural, g) * cast(1 if natural else k, g)
             at(wire, 0, np.float64)[0] = norm if np.isfinite(highest) else np.nan
             if not np.isfinite(highest):
@@ -140,7 +144,7 @@ class Dithering(Codec):
             for chunk in range(chunks):
                 begin = chunk * CHUNK
                 size = min(CHUNK, n - begin)
-                quantised(g, e, m, block, begin, size, u, scratch, words, norm, k, natural, key)
+                _quantise(g, e, m, block, begin, size, u, scratch, words, norm, k, natural, key, residual, momentum)
                 length = pack(at(wire, end, np.uint8), scratch, signs, masks, size, k)
                 at(wire, _HEAD + 2 * chunk, np.uint16)[0] = length
                 end += length

@@ -181,7 +181,7 @@ def _get_plane(of: Any, position: int, levels: Any, masks: Any, groups: int, amo
 def unpack(of: Any, length: int, levels: Any, signs: Any, masks: Any, size: int, k: int) -> int:
     """The levels and signs of a chunk that takes ``length`` bytes, at least 1; masks is scratch. Returns 0, or -1 if it is none.
 
-    Bytes that no encoder makes may give levels above k, up to the next power of two.
+    Bytes that no encoder makes may give levels above k, below the next power of two but one; 256 is 0.
     """
     groups, limit = (size + 63) // 64, 8 * length
     r, s = of[0] & 7, of[0] >> 3
@@ -202,6 +202,8 @@ def unpack(of: Any, length: int, levels: Any, signs: Any, masks: Any, size: int,
         _get_plane(of, position, levels, masks, groups, 1 << low, False)
         position += count
     for _ in range((k - 1) >> r):
+        if count == 0:
+            break
         if position + count > limit:
             return -1
         higher = _get_plane(of, position, levels, masks, groups, 1 << r, True)
