@@ -170,7 +170,7 @@ class Dithering(Codec):
             for chunk in range(chunks):
                 begin = chunk * CHUNK
                 some = min(CHUNK, n - begin)
-                length = int(at(wire, _HEAD + 2 * chunk, np.uint16)[0])
+                length: Any = np.int64(at(wire, _HEAD + 2 * chunk, np.uint16)[0])
                 if end + length > size:
                     return -1
                 if length:

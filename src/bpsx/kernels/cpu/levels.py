@@ -38,6 +38,14 @@ def bits_bound(k: int) -> int:
 
 
 @numba.njit
+def _all_ones(masks: Any, groups: int) -> int:
+    count = 0
+    for j in range(groups):
+        count += ones(masks[j])
+    return count
+
+
+@numba.njit
 def _parameter(levels: Any, groups: int, count: int, k: int) -> int:
     if k <= 2:
         return 0
@@ -71,8 +79,9 @@ def _put_number(to: Any, written: int, held: Any, x: int, s: int) -> Any:
 
 
 @numba.njit
-def _put_places(to: Any, written: int, held: Any, masks: Any, size: int, s: int) -> Any:
-    after = 0
+def _put_places(to: Any, held: Any, masks: Any, size: int, s: int) -> Any:
+    """Behind the first byte, which is held. Returns the writer's two numbers."""
+    written, after = 8, 0
     for j in range((size + 63) // 64):
         word = masks[j]
         if s == 0:
@@ -91,14 +100,14 @@ def _put_places(to: Any, written: int, held: Any, masks: Any, size: int, s: int)
 @numba.njit
 def pack(to: Any, levels: Any, signs: Any, masks: Any, size: int, k: int) -> Any:
     """Code a chunk. Levels up to the next multiple of 64 are 0; masks is scratch. Returns the bytes it takes, and touches up to 8 more."""
-    groups, count = (size + 63) // 64, 0
+    groups = (size + 63) // 64
     for j in range(groups):
         masks[j] = above(levels, 64 * j, np.uint8(0))
-        count += ones(masks[j])
+    count = _all_ones(masks, groups)
     if count == 0:
         return 0
     r, s = _parameter(levels, groups, count, k), _spacing(size, count)
-    written, held = _put_places(to, 8, np.uint64(r + 8 * s), masks, size, s)
+    written, held = _put_places(to, np.uint64(r + 8 * s), masks, size, s)
     for j in range(groups):
         written, held = put(to, written, held, gather_bits(signs[j], masks[j]), ones(masks[j]))
     for low in range(r):
@@ -118,15 +127,15 @@ def pack(to: Any, levels: Any, signs: Any, masks: Any, size: int, k: int) -> Any
 
 
 @numba.njit
-def _get_numbers(of: Any, position: int, limit: int, masks: Any, size: int, s: int) -> int:
+def _get_numbers(of: Any, limit: int, masks: Any, size: int, s: int) -> int:
     """Set the masks' bits, which are 0, from Rice-coded numbers. Returns the position behind them, or -1."""
-    i: Any = 0
+    position, i = 8, np.int64(0)
     while True:
         word = get(of, position)
         high: Any = lowest(word)
         if high < _LIMIT:
             i += (high << s) | (np.int64(word >> np.uint64(high + 1)) & ((1 << s) - 1))
-            position += int(high) + 1 + s
+            position += high + 1 + s
         else:
             i += np.int64(word >> np.uint64(_LIMIT)) & ((1 << _RAW) - 1)
             position += _LIMIT + _RAW
@@ -141,19 +150,18 @@ def _get_numbers(of: Any, position: int, limit: int, masks: Any, size: int, s: i
 @numba.njit
 def _get_places(of: Any, limit: int, levels: Any, masks: Any, size: int, s: int) -> int:
     """Masks, and levels, 1 where they are set. Returns the position behind them, or -1."""
-    position = 8
     if s == 0:
-        if position + size > limit:
+        position = 8 + size
+        if position > limit:
             return -1
         for j in range(size // 64):
-            masks[j] = get(of, position + 64 * j)
+            masks[j] = get(of, 8 + 64 * j)
         if size % 64:
-            masks[size // 64] = get(of, position + size // 64 * 64) & ((np.uint64(1) << np.uint64(size % 64)) - np.uint64(1))
-        position += size
+            masks[size // 64] = get(of, 8 + size // 64 * 64) & ((np.uint64(1) << np.uint64(size % 64)) - np.uint64(1))
     else:
         for j in range((size + 63) // 64):
             masks[j] = 0
-        position = _get_numbers(of, position, limit, masks, size, s)
+        position = _get_numbers(of, limit, masks, size, s)
     for i in range(64 * ((size + 63) // 64)):
         levels[i] = 0
     for j in range((size + 63) // 64):
@@ -181,18 +189,17 @@ def _get_plane(of: Any, position: int, levels: Any, masks: Any, groups: int, amo
 def unpack(of: Any, length: int, levels: Any, signs: Any, masks: Any, size: int, k: int) -> int:
     """The levels and signs of a chunk that takes ``length`` bytes, at least 1; masks is scratch. Returns 0, or -1 if it is none.
 
-    Bytes that no encoder makes may give levels above k, below the next power of two but one; 256 is 0.
+    Bytes that no encoder makes may give levels above k, up to the next power of two; 256 is 0.
     """
     groups, limit = (size + 63) // 64, 8 * length
-    r, s = of[0] & 7, of[0] >> 3
+    head = np.int64(of[0])
+    r, s = head & 7, head >> 3
     if s >= _RAW or (r and (1 << r) >= k):
         return -1
     position = _get_places(of, limit, levels, masks, size, s)
     if position < 0:
         return -1
-    count = 0
-    for j in range(groups):
-        count += ones(masks[j])
+    count = _all_ones(masks, groups)
     if position + count * (1 + r) > limit:
         return -1
     for j in range(groups):
