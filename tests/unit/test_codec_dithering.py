@@ -259,6 +259,34 @@ def test_exactly_its_bytes_are_taken(options):
         assert coder.decode(wire[:8] + np.uint16(lengths + 1).tobytes() + wire[10:] + b"\0") is None
 
 
+def test_chunks_that_end_too_early():
+    """All elements are said to be there, in as many bytes as that takes, and their signs and levels are not, or not all."""
+    for k, r, planes in ((2, 0, 2), (255, 0, 1), (255, 7, 1), (255, 7, 5), (255, 6, 8)):
+        body = bytes([r]) + b"\xff" * (1024 * planes)
+        wire = np.float64(1.0).tobytes() + np.uint16(len(body)).tobytes() + body
+        assert Coder("dithering", {"k": k}, 8192).decode(wire) is None
+
+
+def test_a_chunk_without_levels():
+    """It takes no bytes but its size, and adds nothing."""
+    coder, g = Coder("dithering", {"k": 2}, 20_000), np.zeros(20_000, np.float32)
+    g[10_000] = -3
+    wire, before = coder.encode(g), gradient("normal", 20_000, "float32", 0)
+    assert np.frombuffer(wire[8:14], np.uint16).tolist()[::2] == [0, 0] and len(wire) < 24
+    assert same(coder.decode(wire), g)
+    assert same(coder.decode(wire, before), before + g)
+
+
+def test_no_such_first_byte():
+    """r that levels up to k have no use for, s that no chunk is large enough for."""
+    for k, first in ((1, 1), (2, 1), (4, 2), (255, 8 * 14), (255, 8 * 31 + 7)):
+        coder = Coder("dithering", {"k": k}, 64)
+        for bits in (0, 255):
+            for length in (1, 9, 17, 25, 500):
+                wire = np.float64(1.0).tobytes() + np.uint16(length).tobytes() + bytes([first]) + bytes([bits]) * (length - 1)
+                assert coder.decode(wire) is None
+
+
 @pytest.mark.parametrize("norm", [0.0, -1.0, np.inf, -np.inf, np.nan, 1e300])
 def test_no_such_norm_with_chunks(norm):
     coder = Coder("dithering", {"k": 2}, 100)
