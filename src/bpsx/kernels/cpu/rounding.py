@@ -198,7 +198,7 @@ def sign_words(words: Any, place: int, p: Any, first: int, size: int) -> None:
 
 @numba.njit
 def take_off(e: Any, begin: int, levels: Any, place: int, size: int, unit: Any, k: int, natural: bool) -> None:
-    """e[begin:begin + size] less what levels[place:] decode to."""
+    """e[begin:begin + size] less what levels[place:] decode to. Which zero is left of a zero may differ from the oracle; no wire shows it."""
     if natural:
         for i in range(size):
             e[begin + i] -= signed(power(levels[place + i], k, unit) * unit, e[begin + i])
