@@ -211,6 +211,7 @@ def declare(name: str, compression: Mapping[str, Any] | None = None) -> int:
 
 def push_pull_async(
     array: np.ndarray, name: str | None = None, average: bool = True, priority: int = 0, output: np.ndarray | None = None,
+    learning_rate: float = 0.0,
 ) -> Handle:
     """Begin to sum ``array`` over all workers; :func:`synchronize` gives the result.
 
@@ -219,18 +220,20 @@ def push_pull_async(
     ``array``: any shape, of a dtype in :data:`bpsx.dtypes.DTYPES` (bfloat16 as in ``ml_dtypes``); it must not change until the end.
     Workers must agree on ``name``, shape, dtype and ``average``. Without a name, calls of one shape and dtype are matched in the order in
     which each worker makes them. ``average`` divides by ``size()``; integers round down. Integer sums wrap. Larger ``priority`` goes first.
-    ``output``: where the result goes, C-contiguous, may be ``array`` itself; by default a new array.
+    ``output``: where the result goes, C-contiguous, may be ``array`` itself; by default a new array. ``learning_rate``: for names declared with
+    ``ef="corrected"``, the same on all workers.
 
     Raises :class:`~bpsx.dtypes.UnsupportedDType` (a :class:`TypeError`), :class:`~bpsx.errors.ConfigError`. Thread-safe.
     """
-    return _push_pull(array, name, average, priority, output, will_wait=False)
+    return _push_pull(array, name, average, priority, output, learning_rate, will_wait=False)
 
 
 def push_pull(
     array: np.ndarray, name: str | None = None, average: bool = True, priority: int = 0, output: np.ndarray | None = None,
+    learning_rate: float = 0.0,
 ) -> np.ndarray:
     """As :func:`push_pull_async`, and wait: returns the sum or average. Raises what :func:`synchronize` raises."""
-    result: np.ndarray = _push_pull(array, name, average, priority, output, will_wait=True).wait()
+    result: np.ndarray = _push_pull(array, name, average, priority, output, learning_rate, will_wait=True).wait()
     return result
 
 
@@ -358,7 +361,7 @@ def _output_for(array: np.ndarray, output: np.ndarray | None, name: str | None) 
 
 
 def _push_pull(
-    array: np.ndarray, name: str | None, average: bool, priority: int, output: np.ndarray | None, will_wait: bool,
+    array: np.ndarray, name: str | None, average: bool, priority: int, output: np.ndarray | None, rate: float, will_wait: bool,
 ) -> Handle:
     ours = session()
     check_name(name, "push_pull")
@@ -372,4 +375,4 @@ def _push_pull(
         source, target = source.view(np.uint16), out.view(np.uint16)
     return ours._submit(
         name or f"unnamed.{dtype.name}.{given.shape}", given.shape, dtype.code, given.nbytes, source, target,
-        divisor=ours.size if average else 1, priority=priority, will_wait=will_wait, owner=None, result=out)
+        divisor=ours.size if average else 1, priority=priority, will_wait=will_wait, rate=rate, owner=None, result=out)

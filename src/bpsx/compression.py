@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import ConfigError
-from bpsx.kernels.codecs import N_OPTIONS, Codec, checked_choice, checked_flag, codec, load_codec, load_conversion
+from bpsx.kernels.codecs import COMPRESSORS, N_OPTIONS, Codec, checked_choice, checked_flag, codec, load_codec, load_conversion
 
 #: Keys that are no codec's own.
 _COMMON = ("compressor", "ef", "momentum", "mu", "seed", "fp16")
@@ -83,7 +83,7 @@ def _check_keys(given: dict[str, Any], known: Codec | None) -> None:
             raise ConfigError(f"{key!r} is no key: allowed are {', '.join(sorted(every))}")
         if key in every:
             continue
-        owners = [n for n in ("onebit", "topk", "randomk", "dithering") if key in codec(n).keys]
+        owners = [n for n in COMPRESSORS if key in codec(n).keys]
         if owners and known is not None:
             raise ConfigError(f"{key}={value!r} does not go with compressor={known.name!r}, but with {', '.join(map(repr, owners))}")
         if owners:

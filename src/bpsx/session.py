@@ -351,6 +351,8 @@ class Session:
             self._joining.refuse(name)
         asynchronous = self._async if asynchronous is None else asynchronous
         codec = None if broadcast else self._compressing.of(name, dtype, nbytes)
+        if codec is not None and codec.ef == "corrected" and not 0 < rate < float("inf"):
+            raise errors.ConfigError(f"{name!r}: ef='corrected' needs the learning rate of each push_pull, a number above 0, not {rate!r}")
         declared = self._tensors.get(name)
         if declared is not None and declared.tensor is not None and declared.shape == shape and declared.dtype == dtype \
                 and declared.codec is codec and not declared.failed:

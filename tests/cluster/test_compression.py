@@ -6,18 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from bpsx.compression import Compression, compression, stream
-from bpsx.kernels import reference
+from bpsx.compression import Compression, compression, mix, stream
+from bpsx.kernels import reference, reference_dithering
 from bpsx.kernels.reference import Reference
 from jobs import run
 
-N, PARTITION, STEPS = 40_000, 65536, 4      # bytes: 3 partitions of float32, the last one smaller and odd
+RATES = [0.5, 0.25, 0.375, 1.0]
+N, PARTITION, STEPS = 40_000, 65536, len(RATES)      # bytes: 3 partitions of float32, the last one smaller and odd
 
 PUSHES = """
-import bpsx, json, numpy as np, os
+import bpsx, json, ml_dtypes, numpy as np, os
 from bpsx.api import session
 bpsx.init()
 for name, dtype, n, params, average in json.loads(os.environ["CASES"]):
@@ -25,8 +27,9 @@ for name, dtype, n, params, average in json.loads(os.environ["CASES"]):
     rng = np.random.default_rng([len(name), bpsx.rank()])
     before = session().counters()["bytes_sent"]
     for step in range(int(os.environ["STEPS"])):
-        out = bpsx.push_pull(rng.integers(-64, 64, n).astype(dtype) / 8, name, average=average)
-        np.save(os.path.join(os.environ["OUT"], f"{name}.{bpsx.rank()}.{step}.npy"), out)
+        given = (rng.integers(-64, 64, n) / 8).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        out = bpsx.push_pull(given, name, average=average, learning_rate=json.loads(os.environ["RATES"])[step])
+        np.save(os.path.join(os.environ["OUT"], f"{name}.{bpsx.rank()}.{step}.npy"), out.astype(np.float32) if dtype == "bfloat16" else out)
     report([name, session().counters()["bytes_sent"] - before])
 bpsx.shutdown()
 """
@@ -36,6 +39,18 @@ CASES: list[tuple[str, str, int, dict[str, Any], bool]] = [
     ("onebit scaled", "float32", N + 1, {"compressor": "onebit", "scaling": True}, True),
     ("onebit ef", "float32", N + 1, {"compressor": "onebit", "scaling": True, "ef": "vanilla"}, True),
     ("onebit nesterov", "float32", N + 1, {"compressor": "onebit", "scaling": True, "ef": "vanilla", "momentum": "nesterov", "mu": 0.75}, True),
+    ("onebit corrected", "float32", N + 1, {"compressor": "onebit", "ef": "corrected"}, True),
+    ("topk", "float32", N + 1, {"compressor": "topk", "k": 0.01}, True),
+    ("topk ef", "float32", N + 1, {"compressor": "topk", "k": 0.01, "ef": "vanilla"}, True),
+    ("topk nesterov", "bfloat16", N + 1, {"compressor": "topk", "k": 70, "ef": "corrected", "momentum": "nesterov", "mu": 0.5}, True),
+    ("randomk", "float64", N + 1, {"compressor": "randomk", "k": 0.02, "seed": 2**64 - 1}, False),
+    ("randomk ef", "float32", N + 1, {"compressor": "randomk", "k": 200, "ef": "vanilla", "seed": 7}, True),
+    ("randomk sparse", "float16", N + 1, {"compressor": "randomk", "k": 0.05, "ef": "sparse"}, True),
+    ("dithering", "float32", N + 1, {"compressor": "dithering", "k": 4}, True),
+    ("dithering ef", "float32", N + 1, {"compressor": "dithering", "k": 3, "partition": "natural", "ef": "corrected", "seed": 3}, True),
+    ("dithering float64", "float64", N + 1, {"compressor": "dithering", "k": 20, "ef": "vanilla", "momentum": "nesterov"}, False),
+    ("half", "float32", N + 1, {"fp16": True}, True),
+    ("half float64", "float64", N + 1, {"fp16": True}, True),
     ("onebit float64", "float64", N, {"compressor": "onebit", "scaling": True, "ef": "vanilla"}, True),
     ("onebit float16", "float16", N, {"compressor": "onebit", "scaling": True, "ef": "vanilla"}, True),
 ]
@@ -46,28 +61,49 @@ def oracle(given: Compression, which: int, sender: int | None, n: int, wide: str
     options = dict(given.options)
     if given.compressor == "onebit":
         return Reference(lambda p, _: reference.onebit_encode(p, options["scaling"]), lambda w, n: reference.onebit_decode(w, n, wide), n, wide)
-    raise AssertionError(given.compressor)
+    if given.compressor == "half":
+        return Reference(lambda p, _: p.astype(np.float16).tobytes(), lambda w, _: np.frombuffer(w, np.float16).astype(wide), n, wide)
+    seed = mix(given.seed, which, *([0 if sender is None else sender + 1] if given.compressor == "dithering" else []))
+    seed -= 2**64 if seed >= 2**63 else 0
+    if given.compressor == "topk":
+        k = options["k"]
+        return Reference(lambda p, _: reference.topk_encode(p, k), lambda w, n: reference.topk_decode(w, n, k, wide), n, wide)
+    if given.compressor == "randomk":
+        k = options["k"]
+        return Reference(lambda p, c: reference.randomk_encode(p, c, seed, k, bool(given.ef)),
+                         lambda w, n: reference.randomk_decode(w, n, seed, k, wide), n, wide)
+    natural, l2, k = options["partition"] == "natural", options["normalize"] == "l2", options["k"]
+    return Reference(lambda p, c: reference_dithering.encode(p, k, natural, l2, seed, c),
+                     lambda w, n: reference_dithering.decode(w, n, k, natural, wide), n, wide)
+
+
+def as_wide(values: np.ndarray) -> np.ndarray:
+    return values if values.dtype == np.float64 else values.astype(np.float32)
 
 
 def expected(name: str, dtype: str, n: int, params: dict[str, Any], average: bool, workers: int) -> list[np.ndarray]:
     """What every worker gets, by step."""
     given, wide = compression(params), "float64" if dtype == "float64" else "float32"
-    itemsize = np.dtype(dtype).itemsize
+    given = given if given.compressor else Compression("half")
+    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    itemsize = kind.itemsize
     draws = [np.random.default_rng([len(name), rank]) for rank in range(workers)]
     spans = [slice(begin, min(begin + PARTITION // itemsize, n)) for begin in range(0, n, PARTITION // itemsize)]
     ours = [[oracle(given, stream(name.encode(), i), rank, s.stop - s.start, wide) for i, s in enumerate(spans)] for rank in range(workers)]
     theirs = [oracle(given, stream(name.encode(), i), None, s.stop - s.start, wide) for i, s in enumerate(spans)]
     found = []
-    for _ in range(STEPS):
-        pushed = [(rng.integers(-64, 64, n).astype(dtype) / 8).astype(wide) for rng in draws]
-        out = np.empty(n, dtype)
+    for step in range(STEPS):
+        pushed = [as_wide((rng.integers(-64, 64, n) / 8).astype(kind)) for rng in draws]
+        factor = RATES[step - 1] / RATES[step] if given.ef == "corrected" and step else 1.0
+        out = np.empty(n, kind)
         for i, span in enumerate(spans):
-            total = sum((ours[r][i].decode(ours[r][i].encode(pushed[r][span], residual=bool(given.ef), momentum=bool(given.momentum), mu=given.mu),
+            total = sum((ours[r][i].decode(ours[r][i].encode(pushed[r][span], residual=bool(given.ef), momentum=bool(given.momentum), mu=given.mu,
+                                                               factor=factor),
                                            span.stop - span.start) for r in range(workers)), np.zeros(span.stop - span.start, wide))
             if average:
                 total /= total.dtype.type(workers)
-            out[span] = theirs[i].decode(theirs[i].encode(total, residual=bool(given.ef)), span.stop - span.start)
-        found.append(out)
+            out[span] = theirs[i].decode(theirs[i].encode(total, residual=bool(given.ef), factor=factor), span.stop - span.start)
+        found.append(out.astype(np.float32) if dtype == "bfloat16" else out)
     return found
 
 
@@ -75,7 +111,8 @@ def expected(name: str, dtype: str, n: int, params: dict[str, Any], average: boo
 def outputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path, list[list[Any]]]:
     """What all workers have got, and how many bytes they have sent."""
     out = tmp_path_factory.mktemp("compressed")
-    env = {"CASES": json.dumps(CASES), "STEPS": str(STEPS), "OUT": str(out), "BYTEPS_PARTITION_BYTES": str(PARTITION), "BPSX_FIXED_ORDER": "1",
+    env = {"CASES": json.dumps(CASES), "STEPS": str(STEPS), "RATES": json.dumps(RATES), "OUT": str(out), "BYTEPS_PARTITION_BYTES": str(PARTITION),
+           "BPSX_FIXED_ORDER": "1",
            "BYTEPS_MIN_COMPRESS_BYTES": "1000"}
     return request.param, out, run(PUSHES, request.param, 2, env=env)
 
@@ -86,13 +123,17 @@ def test_sums_are_the_oracles(outputs: tuple[int, Path, list[list[Any]]], case: 
     for step, want in enumerate(expected(*case, workers)):
         got = [np.load(folder / f"{case[0]}.{rank}.{step}.npy") for rank in range(workers)]
         assert all((g.view(np.uint8) == got[0].view(np.uint8)).all() for g in got), "the same bits on all workers"
-        # The mean of magnitudes is summed in another order: its last bits differ, and what is next to zero may change its sign.
-        differ = ~np.isclose(got[0], want, rtol=2e-3 if case[1] == "float16" else 1e-5, atol=0)
-        assert differ.mean() < 1e-3, (step, differ.sum(), got[0][differ][:4], want[differ][:4])
+        if case[0].startswith("onebit"):
+            # The mean of magnitudes is summed in another order: its last bits differ, and what is next to zero may change its sign.
+            differ = ~np.isclose(got[0], want, rtol=2e-3 if case[1] == "float16" else 1e-5, atol=0)
+            assert differ.mean() < 1e-3, (step, differ.sum(), got[0][differ][:4], want[differ][:4])
+        else:
+            assert (got[0] == want).all(), (step, (got[0] != want).sum())
 
 
 def test_what_travels_is_small(outputs: tuple[int, Path, list[list[Any]]]) -> None:
     workers, _, reports = outputs
-    for (_, dtype, n, _, _), *sent in zip(CASES, *reports, strict=True):
+    for (name, _, n, _, _), *sent in zip(CASES, *reports, strict=True):
         for _, nbytes in sent:
-            assert nbytes < STEPS * (n / 8 + 3 * 200) + 2000, (dtype, nbytes)
+            most = {"half": 2.0, "onebit": 1 / 8, "topk": 0.2, "randomk": 0.5, "dithering": 0.8}[name.split()[0]]
+            assert nbytes < STEPS * (n * most + 3 * 200) + 2000, (name, nbytes)

@@ -29,7 +29,9 @@ from bpsx.errors import ConfigError
 N_OPTIONS, N_STATE = 8, 4
 #: Bytes that an encoder may touch behind the capacity it has asked for, and a decoder behind its input: whole words.
 SLACK = 64
-_BUILT_IN = ("onebit", "topk", "randomk", "dithering", "half", "plain")
+#: Those for users, and what they need not name.
+COMPRESSORS = ("onebit", "topk", "randomk", "dithering")
+_BUILT_IN = (*COMPRESSORS, "half")
 _lock = threading.RLock()
 _codecs: dict[str, Codec] = {}
 _conversions: dict[str, tuple[int, int, tuple[object, ...]]] = {}
@@ -100,7 +102,7 @@ def codec(name: str) -> Codec:
         if name in _BUILT_IN and name not in _codecs:
             importlib.import_module(f"bpsx.kernels.cpu.{name}")     # registers itself
         if name not in _codecs:
-            known = [n for n in (*_BUILT_IN, *_codecs) if n not in ("half", "plain")]
+            known = [n for n in (*COMPRESSORS, *_codecs) if n != "half"]
             raise ConfigError(f"compressor={name!r}: allowed are {', '.join(dict.fromkeys(known))}")
         return _codecs[name]
 

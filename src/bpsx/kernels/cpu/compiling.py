@@ -7,9 +7,8 @@ from typing import Any
 import numba
 from numba import types
 
-from bpsx.config import cache_dir
 from bpsx.kernels.codecs import Codec, Compiled
-from bpsx.kernels.cpu.sum import cache_in
+from bpsx.kernels.cpu.sum import caching
 
 _WIDE = {"float32": types.float32, "float64": types.float64}
 
@@ -24,7 +23,7 @@ def _signatures(element: types.Type) -> tuple[Any, Any]:
 def load(codec: Codec, wide: str, residual: bool, momentum: bool) -> Compiled:
     """See :func:`bpsx.kernels.codecs.load_codec`, which lets one thread at a time in."""
     encode, decode = _signatures(_WIDE[wide])
-    with cache_in(str(cache_dir())):
+    with caching():
         made = [numba.cfunc(signature, cache=True, error_model="numpy")(function)
                 for signature, function in ((encode, codec.encoder(residual, momentum)), (decode, codec.decoder()))]
     return Compiled(made[0].address, made[1].address, tuple(made))

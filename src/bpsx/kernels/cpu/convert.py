@@ -7,9 +7,8 @@ from typing import Any
 import numba
 from numba import types
 
-from bpsx.config import cache_dir
 from bpsx.kernels.cpu.halves import narrow, widen
-from bpsx.kernels.cpu.sum import ELEMENTS, cache_in
+from bpsx.kernels.cpu.sum import ELEMENTS, caching
 
 
 def _widen_all(out: Any, elements: Any, n: int) -> None:
@@ -27,7 +26,7 @@ def load(dtype: str) -> tuple[int, int, tuple[object, ...]]:
     if dtype not in ("float16", "bfloat16"):
         return 0, 0, ()
     half, wide = types.CPointer(ELEMENTS[dtype]), types.CPointer(types.float32)
-    with cache_in(str(cache_dir())):
+    with caching():
         made = [numba.cfunc(types.void(out, elements, types.int64), cache=True, error_model="numpy")(body)
                 for body, out, elements in ((_widen_all, wide, half), (_narrow_all, half, wide))]
     return made[0].address, made[1].address, tuple(made)

@@ -6,7 +6,10 @@ Compiled code is cached in a folder of the user's (``BPSX_CACHE_DIR``), so only 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -90,11 +93,20 @@ def _divide(a: Any, n: int, divisor: int) -> None:
         a[i] = narrow(over(widen(a[i]), divisor), a[i])
 
 
+@functools.cache
+def _cache_folder(parent: Path) -> str:
+    """Numba looks at the file of what it has compiled, not at those whose functions have been compiled into that: so all of them name the folder."""
+    digest = hashlib.blake2b(digest_size=8)
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return str(parent / f"kernels-{digest.hexdigest()}")
+
+
 @contextlib.contextmanager
-def cache_in(folder: str) -> Iterator[None]:
-    """Let Numba cache in ``folder``; restored afterwards, since the setting is Numba's and the process's. One thread at a time."""
+def caching() -> Iterator[None]:
+    """Let Numba cache in the user's folder; restored afterwards, since the setting is Numba's and the process's. One thread at a time."""
     before = numba_config.CACHE_DIR
-    numba_config.CACHE_DIR = folder
+    numba_config.CACHE_DIR = _cache_folder(Path(cache_dir()))
     try:
         yield
     finally:
@@ -112,7 +124,7 @@ def load(code: int) -> Kernels:
     data = types.CPointer(element)
     acc = types.CPointer(wide_type(element))
     count = types.int64
-    with cache_in(str(cache_dir())):
+    with caching():
         if dtype.name == "bfloat16":
             words = types.CPointer(types.uint32)
             pair = _compile(_pair_bfloat16, words, words, count, count)

@@ -1,0 +1,63 @@
+"""half: every element as float16, rounded to the nearest. What ``fp16`` makes of tensors that are not compressed otherwise.
+
+Wire: n float16. Beyond 65504 there is infinity, as in any float16. Servers add in float32 and round once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from bpsx.kernels.codecs import Codec, Decoder, Encoder, register
+from bpsx.kernels.cpu.halves import narrow, widen
+from bpsx.kernels.cpu.words import at, cast
+
+
+class Half(Codec):
+    """See the module. Without residual and momentum."""
+
+    name = "half"
+    feedback = ()
+
+    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """None."""
+        return {}
+
+    def numbers(self, options: Mapping[str, Any]) -> list[int]:
+        """None."""
+        return []
+
+    def capacity(self, n: int, numbers: list[int]) -> int:
+        """Always the same."""
+        return 2 * n
+
+    def encoder(self, residual: bool, momentum: bool) -> Encoder:
+        """Rounds."""
+        def encode(g: Any, e: Any, m: Any, wire: Any, scratch: Any, state: Any, options: Any, n: int, counter: int, factor: float, mu: float) -> int:
+            halves = at(wire, 0, np.int16)      # the integer stands for float16, see halves.py
+            for i in range(n):
+                halves[i] = narrow(np.float32(g[i]), halves[i])
+            return 2 * n
+
+        return encode
+
+    def decoder(self) -> Decoder:
+        """Sets or adds."""
+        def decode(wire: Any, size: int, out: Any, scratch: Any, options: Any, n: int, add: int) -> int:
+            if size != 2 * n:
+                return -1
+            halves = at(wire, 0, np.int16)
+            if add:
+                for i in range(n):
+                    out[i] += cast(widen(halves[i]), out)
+            else:
+                for i in range(n):
+                    out[i] = widen(halves[i])
+            return 0
+
+        return decode
+
+
+register(Half())
