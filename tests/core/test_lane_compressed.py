@@ -1,0 +1,141 @@
+"""A lane and compressed pushes: what does not decode fails its round, for everybody and by name, and nothing else."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import core.wire as w
+from bpsx.compression import compression, mix, stream
+from bpsx.dtypes import BY_NAME
+from bpsx.kernels import reference, reference_dithering
+from core.test_lane import Rig
+
+PACKED = 16
+E_CODEC, E_MISMATCH = 11, 2
+N = 1000
+G = (np.arange(N) % 37 - 18).astype(np.float32)
+SEED = mix(0, stream(b"name", 100))      # the key's number in its tensor
+
+
+def signed(seed: int) -> int:
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+#: name -> (compression, a right push of G)
+CODECS: dict[str, tuple[dict, bytes]] = {
+    "onebit": ({"compressor": "onebit", "scaling": True}, reference.onebit_encode(G, True)),
+    "topk": ({"compressor": "topk", "k": 0.05}, reference.topk_encode(G, 0.05)),
+    "randomk": ({"compressor": "randomk", "k": 0.05}, reference.randomk_encode(G, 1, signed(SEED), 0.05, False)),
+    "dithering": ({"compressor": "dithering", "k": 4}, reference_dithering.encode(G, 4, False, False, 1, 1)),
+    "half": ({"compressor": "half"}, G.astype(np.float16).tobytes()),
+}
+
+
+def register(rig: Rig, slot: int, params: dict | bytes, dtype: str = "float32", nbytes: int = 4 * N) -> None:
+    codec = params if isinstance(params, bytes) else compression(params).text().encode()
+    for rank in range(len(rig.workers)):
+        rig.send(rank, w.Record(w.REGISTER, w.INLINE, BY_NAME[dtype].code, 7, slot + 100, slot, rank, cookie=nbytes, priority=len(codec),
+                                length=4 + len(codec), body=b"name" + codec))
+
+
+def answers(rig: Rig) -> list[w.Record]:
+    found = [rig.take(rank) for rank in range(len(rig.workers))]
+    assert all(len(f) == 1 for f in found)
+    return [f[0] for f in found]
+
+
+def round_is_right(rig: Rig, slot: int, wire: bytes, round_: int, divisor: int = 2) -> None:
+    for rank in (0, 1):
+        rig.push(rank, slot, wire, flags=PACKED, round_=round_, divisor=divisor)
+    first, second = answers(rig)
+    assert (first.kind, first.length) == (w.ANSWER, second.length) and first.body == second.body
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_the_average_of_the_same_is_the_same(rig, name: str) -> None:
+    params, wire = CODECS[name]
+    if name in ("dithering", "randomk"):
+        pytest.skip("draws again on the way back: tests/cluster/test_compression.py has the oracle for that")
+    r = rig()
+    register(r, 0, params)
+    for rank in (0, 1):
+        r.push(rank, 0, wire, flags=PACKED, divisor=2)
+    for answer in answers(r):
+        assert answer.kind == w.ANSWER
+        if name == "onebit":        # the magnitude has been a float32 on the way
+            assert np.frombuffer(answer.body[:8]) == pytest.approx(np.frombuffer(wire[:8]), rel=1e-5)
+            assert answer.body[8:] == wire[8:]
+        else:
+            assert answer.body == wire
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_what_does_not_decode_fails_the_round_by_name_and_the_next_one_is_right(rig, name: str) -> None:
+    params, wire = CODECS[name]
+    r = rig()
+    register(r, 0, params)
+    for round_, bad in enumerate((b"", wire[:-1], wire[:len(wire) // 2], wire[:3])):
+        r.push(0, 0, wire, flags=PACKED, round_=2 * round_)
+        r.push(1, 0, bad, flags=PACKED, round_=2 * round_)
+        for answer in answers(r):
+            assert (answer.kind, answer.divisor, answer.slot, answer.epoch) == (w.ERROR, E_CODEC, 1, 1), bad
+        round_is_right(r, 0, wire, 2 * round_ + 1)
+    assert r.lane.counters()["malformed"] == 0
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(sorted(CODECS)), st.lists(st.tuples(st.integers(0, 4999), st.integers(0, 255)), max_size=6), st.binary(max_size=64),
+       st.booleans())
+def test_the_lane_survives_any_bytes(name: str, changes: list[tuple[int, int]], more: bytes, replace: bool) -> None:
+    params, wire = CODECS[name]
+    bad = bytearray(b"" if replace else wire)
+    for at, value in changes:
+        if bad:
+            bad[at % len(bad)] = value
+    bad += more
+    r = Rig(2)
+    try:
+        register(r, 0, params)
+        r.push(0, 0, wire, flags=PACKED)
+        r.push(1, 0, bytes(bad), flags=PACKED)
+        first = r.take(1)[0]
+        if first.kind == w.ERROR and first.divisor != E_CODEC:      # longer than anything that this codec makes: refused before it is looked at
+            assert first.divisor == 5
+            r.push(1, 0, wire, flags=PACKED)
+            first = r.take(1)[0]
+        assert (first.kind, first.divisor) == (r.take(0)[0].kind, first.divisor) and first.kind in (w.ANSWER, w.ERROR)
+        round_is_right(r, 0, wire, 1)
+    finally:
+        r.close()
+
+
+def test_the_learning_rate_must_be_one(rig) -> None:
+    r = rig()
+    register(r, 0, {"compressor": "onebit", "ef": "corrected"})
+    wire = reference.onebit_encode(G, False)
+    for rank, rate in ((0, 0.5), (1, 0.25)):
+        r.push(rank, 0, np.float64(rate).tobytes() + wire, flags=PACKED)
+    for answer in answers(r):
+        assert (answer.kind, answer.divisor, {answer.slot, answer.epoch}) == (w.ERROR, E_MISMATCH, {0, 1})
+    round_is_right(r, 0, np.float64(0.5).tobytes() + wire, 1)
+
+
+def test_what_is_not_announced_is_refused(rig) -> None:
+    """A plain push for a compressed key, a compressed one for a plain key, and a compression that there is not."""
+    r = rig()
+    register(r, 0, CODECS["onebit"][0])
+    r.register(1, 4 * N)
+    register(r, 2, json.dumps({"compressor": "gzip"}).encode())
+    register(r, 3, b"\xff\xfe{")
+    register(r, 4, CODECS["topk"][0], "int32")
+    wire = CODECS["onebit"][1]
+    for slot, data, flags in ((0, G.tobytes(), 0), (0, wire, 0), (1, wire, PACKED), (2, wire, PACKED), (3, wire, PACKED), (4, wire, PACKED)):
+        r.push(0, slot, data, flags=flags, dtype="int32" if slot == 4 else "float32")
+        assert r.take(0)[0].kind == w.ERROR, slot
+    assert any("gzip" in line for line in r.log)
+    round_is_right(r, 0, wire, 0)
