@@ -5,15 +5,18 @@ The only place that knows the keys; what belongs to one compressor only is that 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import ConfigError
-from bpsx.kernels.codecs import COMPRESSORS, N_OPTIONS, Codec, checked_choice, checked_flag, codec, load_codec, load_conversion
+from bpsx.kernels.codecs import COMPRESSORS, N_OPTIONS, Codec, checked_choice, checked_flag, codec, load_codec, load_conversion, load_momentum
 
 #: Keys that are no codec's own.
 _COMMON = ("compressor", "ef", "momentum", "mu", "seed", "fp16")
@@ -167,6 +170,24 @@ class Made(NamedTuple):
 def stream(name: bytes, part: int) -> int:
     """64 bits that say which partition it is, the same in every job: what random numbers begin with, besides the seed."""
     return mix(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little"), part)
+
+
+class Momentum:
+    """Nesterov's momentum of one tensor that no encoder adds it to. One round after another: who calls waits for each."""
+
+    def __init__(self, dtype: str, n: int) -> None:
+        self._run = _NESTEROV(load_momentum(dtype))
+        self._itemsize, self._n = BY_NAME[dtype].itemsize, n
+        self.kept = np.zeros(n, "float64" if dtype == "float64" else "float32")
+
+    def add(self, address: int, mu: float) -> np.ndarray:
+        """New memory with what is to be sent for the gradient at ``address``."""
+        out = np.empty(self._n * self._itemsize, np.uint8)
+        self._run(out.ctypes.data, address, self.kept.ctypes.data, self._n, mu)
+        return out
+
+
+_NESTEROV = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_double)
 
 
 def make(given: Compression, dtype: str, nbytes: int, which: int, sender: int | None) -> Made:

@@ -353,6 +353,8 @@ class Session:
         codec = None if broadcast else self._compressing.of(name, dtype, nbytes)
         if codec is not None and codec.ef == "corrected" and not 0 < rate < float("inf"):
             raise errors.ConfigError(f"{name!r}: ef='corrected' needs the learning rate of each push_pull, a number above 0, not {rate!r}")
+        if not broadcast and self._compressing.any:
+            source, owner = self._compressing.with_momentum(name, dtype, nbytes, codec, source, owner)
         declared = self._tensors.get(name)
         if declared is not None and declared.tensor is not None and declared.shape == shape and declared.dtype == dtype \
                 and declared.codec is codec and not declared.failed:

@@ -35,6 +35,7 @@ _BUILT_IN = (*COMPRESSORS, "half")
 _lock = threading.RLock()
 _codecs: dict[str, Codec] = {}
 _conversions: dict[str, tuple[int, int, tuple[object, ...]]] = {}
+_momenta: dict[str, tuple[int, object]] = {}
 _loaded: dict[tuple[str, str, bool, bool], Compiled] = {}
 
 #: encode(g, e, m, wire, scratch, state, options, n, counter, factor, mu) -> bytes written.
@@ -126,6 +127,16 @@ def load_conversion(dtype: str) -> tuple[int, int, tuple[object, ...]]:
 
             _conversions[dtype] = convert.load(dtype)
         return _conversions[dtype]
+
+
+def load_momentum(dtype: str) -> int:
+    """The address of f(out, g, m, n, mu): m = mu m + g, out = g + mu m; m is of the wide type, out and g of ``dtype``. Thread-safe."""
+    with _lock:
+        if dtype not in _momenta:
+            from bpsx.kernels.cpu import momentum
+
+            _momenta[dtype] = momentum.load(dtype)
+        return _momenta[dtype][0]
 
 
 def checked_flag(key: str, value: Any) -> bool:

@@ -76,7 +76,8 @@ class Exchange:
     Whether a gradient is sparse is known to a worker that has one, and a worker that has none must send what the others do. So until every parameter
     has had a gradient somewhere, :meth:`complete` begins with a small sum of who has which kind. ``sparse_as_dense``: nothing travels sparse.
     A parameter that has no gradient on any worker keeps none, as it would in one process; :class:`Users` tells.
-    ``average``: whether gradients become averages, or sums.
+    ``average``: whether gradients become averages, or sums. ``choices``: how gradients are compressed, by name.
+    ``rate``: a parameter's learning rate.
     """
 
     asynchronous = False
@@ -85,12 +86,14 @@ class Exchange:
 
     def __init__(
         self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor] | None, passes: int, active: bool,
-        sparse_as_dense: bool = False, average: bool = True,
+        sparse_as_dense: bool = False, average: bool = True, choices: dict[str, _adapter.Compression] | None = None,
+        rate: Callable[[torch.Tensor], float] | None = None,
     ) -> None:
         self.active = active
         self.synchronized = False       # every grad holds the average, and backward has added nothing since
         self.implicit = False           # ... because somebody has looked, not because synchronize() was called
         self._compression, self._passes, self._as_dense, self._average = compression or NoneCompressor, passes, sparse_as_dense, average
+        self._choices, self._rate = choices or {}, rate
         self._managed: list[Managed] = []
         self._session: object = None    # in which job the kinds were agreed
         self._begun = False             # backward has run since the last wait
@@ -116,7 +119,7 @@ class Exchange:
             what = f"parameter {name!r}"
             check_tensor(parameter, what)
             summable(parameter, what)
-        _adapter.session().declare(PREFIX + name)
+        _adapter.session().declare(PREFIX + name, self._choices.get(name))
 
     @property
     def under_way(self) -> bool:
@@ -375,7 +378,9 @@ class Exchange:
         own = not is_shared(gradient)
         plain = gradient.detach()       # ours: `grad.data` may be set to other memory meanwhile
         wire, ctx = self._compression.compress(plain if own else plain.clone())
-        handle = submit(wire, wire, managed.wire, average=self._average, priority=managed.priority)
+        chosen = self._choices.get(managed.name)
+        rate = self._rate(parameter) if self._rate is not None and chosen is not None and chosen.ef == "corrected" else 0.0
+        handle = submit(wire, wire, managed.wire, average=self._average, priority=managed.priority, rate=rate)
         managed.pushed = Pushed(gradient, handle, ctx, own)
 
     def _push_sparse(self, managed: Managed) -> None:

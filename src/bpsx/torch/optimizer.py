@@ -15,6 +15,7 @@ from bpsx import _adapter
 from bpsx._adapter import integer
 from bpsx.errors import ConfigError
 from bpsx.torch.asynchronous import AsyncExchange
+from bpsx.torch.choices import Params, choose
 from bpsx.torch.compression import Compression, Compressor, check_compression
 from bpsx.torch.eager import eager
 from bpsx.torch.exchange import Exchange, GradientOrderError
@@ -23,6 +24,7 @@ from bpsx.torch.exchange import Exchange, GradientOrderError
 def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, sparse_as_dense: bool = False,
+    compression_params: Params = None,
 ) -> torch.optim.Optimizer:
     """Make ``optimizer`` average gradients over all workers before it steps. Returns the same object, now of a subclass of its class.
 
@@ -66,18 +68,22 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     :class:`GradientOrderError` if it runs again before ``step()``; ``step()`` raises whatever made a push fail, as
     :func:`bpsx.torch.synchronize` does. Not thread-safe.
     """
-    return distribute(optimizer, named_parameters, compression, backward_passes_per_step, sparse_as_dense)
+    return distribute(optimizer, named_parameters, compression, backward_passes_per_step, sparse_as_dense, compression_params=compression_params)
 
 
 def distribute(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None, compression: type[Compressor],
-    backward_passes_per_step: int, sparse_as_dense: bool, average: bool = True,
+    backward_passes_per_step: int, sparse_as_dense: bool, average: bool = True, compression_params: Params = None,
 ) -> torch.optim.Optimizer:
     """:func:`DistributedOptimizer`; with ``average=False`` gradients are sums over the workers, which asynchronous training does not have."""
     check_optimizer(optimizer)
     check_options(compression, sparse_as_dense)
     names = names_of(optimizer, named_parameters)
-    exchange = _exchange_for(names, compression, checked_passes(backward_passes_per_step), sparse_as_dense, average)
+    choices = choose(compression_params, [name for name, _ in names], "DistributedOptimizer")
+    if choices and compression is not Compression.none:
+        raise ConfigError(f"DistributedOptimizer: compression={compression.__name__} and compression_params: give one of them (fp16=True is a "
+                          "key of the latter)")
+    exchange = _exchange_for(optimizer, names, compression, checked_passes(backward_passes_per_step), sparse_as_dense, average, choices)
     return mix_in(_DistributedOptimizer, optimizer, exchange)
 
 
@@ -222,13 +228,30 @@ class _DistributedOptimizer(_Base):
     step.hooked = True  # type: ignore[attr-defined]
 
 
+def _rates(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], float]:
+    """The learning rate of a parameter as it is now. Does not keep the optimizer alive."""
+    ref = weakref.ref(optimizer)
+
+    def rate(parameter: torch.Tensor) -> float:
+        alive = ref()
+        assert alive is not None
+        groups: list[dict[str, Any]] = vars(alive)["param_groups"]
+        return next(float(dict.__getitem__(g, "lr")) for g in groups if any(p is parameter for p in dict.__getitem__(g, "params")))
+
+    return rate
+
+
 def _exchange_for(
-    names: list[tuple[str, torch.Tensor]], compression: type[Compressor], passes: int, sparse_as_dense: bool, average: bool,
+    optimizer: torch.optim.Optimizer, names: list[tuple[str, torch.Tensor]], compression: type[Compressor], passes: int, sparse_as_dense: bool,
+    average: bool, choices: dict[str, _adapter.Compression],
 ) -> Exchange:
     """Of gradients, or of weights in asynchronous training. Raises :class:`ConfigError`."""
     config = _adapter.session().config
     if not config.asynchronous:
-        return Exchange(names, compression, passes, config.distributed, sparse_as_dense, average)
+        return Exchange(names, compression, passes, config.distributed, sparse_as_dense, average, choices, _rates(optimizer))
+    if choices:
+        raise ConfigError("DistributedOptimizer: compression_params with BYTEPS_ENABLE_ASYNC=1: servers add to the weights themselves, so nothing "
+                          "can be compressed")
     if compression is not Compression.none:
         raise ConfigError(f"DistributedOptimizer: compression={compression.__name__} with BYTEPS_ENABLE_ASYNC=1: servers add to the weights "
                           "themselves, so only Compression.none is possible")

@@ -1,0 +1,29 @@
+"""Nesterov's momentum for gradients that no encoder adds it to: those that travel as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+from numba import types
+
+from bpsx.kernels.cpu.halves import narrow, wide_type, widen
+from bpsx.kernels.cpu.sum import ELEMENTS, caching
+
+
+def _nesterov(out: Any, g: Any, m: Any, n: int, mu: float) -> None:
+    for i in range(n):
+        value = widen(g[i])
+        factor = type(value)(mu)
+        m[i] = factor * m[i] + value
+        out[i] = narrow(value + factor * m[i], out[i])
+
+
+def load(dtype: str) -> tuple[int, object]:
+    """The address of f(out, g, m, n, mu): m = mu m + g, out = g + mu m; m is of the wide type, out and g of ``dtype``. And what keeps it alive."""
+    element = ELEMENTS[dtype]
+    elements = types.CPointer(element)
+    with caching():
+        made = numba.cfunc(types.void(elements, elements, types.CPointer(wide_type(element)), types.int64, types.float64), cache=True,
+                           error_model="numpy")(_nesterov)
+    return made.address, made

@@ -1,0 +1,32 @@
+"""``compression_params`` of an optimizer: one for all parameters, or by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from bpsx import _adapter
+from bpsx.errors import ConfigError
+
+#: For all parameters; by name; or what a function says of a name. None: not compressed.
+Params = Mapping[str, Any] | Callable[[str], Mapping[str, Any] | None] | None
+
+
+def choose(given: Params, names: Iterable[str], verb: str) -> dict[str, _adapter.Compression]:
+    """The compression of each parameter that has one. Raises :class:`ConfigError`, which names parameter, key and value."""
+    known = list(names)
+    if given is None:
+        return {}
+    if callable(given):
+        said = {name: given(name) for name in known}
+    elif not isinstance(given, Mapping):
+        raise ConfigError(f"{verb}: compression_params is a {type(given).__name__}; a mapping is needed, or a function of a parameter's name")
+    elif given and all(isinstance(value, Mapping) for value in given.values()):
+        strange = [str(name) for name in given if name not in known]
+        if strange:
+            raise ConfigError(f"{verb}: compression_params names parameters that the optimizer has not: {', '.join(strange[:10])}")
+        said = dict(given)
+    else:
+        said = dict.fromkeys(known, given)
+    found = {name: _adapter.compression(params, f"{verb}: compression_params of {name!r}") for name, params in said.items() if params is not None}
+    return {name: chosen for name, chosen in found.items() if chosen != _adapter.NOT_COMPRESSED}

@@ -1,0 +1,100 @@
+"""compression_params: what is accepted, what is refused and how, and the line that workers and servers agree on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bpsx.compression import NONE, Compression, check_fits, compression, effective, mix, parse, stream
+from bpsx.errors import ConfigError
+from bpsx.torch.choices import choose
+
+GOOD: list[dict[str, Any]] = [
+    {"compressor": "onebit"}, {"compressor": "onebit", "scaling": True, "ef": "vanilla", "momentum": "nesterov", "mu": 0.9, "seed": 3, "fp16": True},
+    {"compressor": "topk", "k": 0.01}, {"compressor": "topk", "k": 1}, {"compressor": "topk", "k": 10.0, "ef": "corrected"},
+    {"compressor": "randomk", "k": 5, "ef": "sparse", "seed": 2**64 - 1}, {"compressor": "dithering", "k": 4},
+    {"compressor": "dithering", "k": 2, "partition": "natural", "normalize": "l2"}, {"fp16": True},
+    # As scripts pass their arguments through:
+    {"compressor": "onebit", "k": None, "scaling": False, "ef": "", "momentum": None, "normalize": "", "partition": None, "fp16": False},
+    {"compressor": None, "ef": None, "k": False}, {},
+]
+BAD: list[tuple[Any, list[str]]] = [
+    ({"compressor": "gzip"}, ["compressor='gzip'", "onebit", "topk", "randomk", "dithering"]),
+    ({"compressor": 3}, ["compressor=3"]), ({"compressor": "half "}, ["compressor='half '"]), ([], ["a mapping is needed", "list"]), ("onebit", ["str"]),
+    ({"compressor": "onebit", "level": 3}, ["level=3", "allowed are", "compressor", "scaling"]), ({3: 4}, ["3", "allowed are"]),
+    ({"compressor": "topk", "k": 0.1, "scaling": True}, ["scaling=True", "'topk'", "'onebit'"]),
+    ({"compressor": "onebit", "k": 3}, ["k=3", "'onebit'", "'topk', 'randomk', 'dithering'"]),
+    ({"compressor": "topk", "k": 0.1, "partition": "linear"}, ["partition='linear'", "'dithering'"]),
+    ({"compressor": "topk"}, ["k"]), ({"compressor": "randomk"}, ["k"]), ({"compressor": "dithering"}, ["k"]),
+    ({"compressor": "topk", "k": 0}, ["k=0"]), ({"compressor": "topk", "k": 0.0}, ["k=0.0"]), ({"compressor": "topk", "k": -1}, ["k=-1"]),
+    ({"compressor": "topk", "k": 1.5}, ["k=1.5"]), ({"compressor": "topk", "k": float("nan")}, ["k=nan"]), ({"compressor": "topk", "k": True}, ["k=True"]),
+    ({"compressor": "topk", "k": "10"}, ["k='10'"]), ({"compressor": "dithering", "k": 0.5}, ["k=0.5"]), ({"compressor": "dithering", "k": 256}, ["k=256"]),
+    ({"compressor": "dithering", "k": 2, "partition": "cubic"}, ["partition='cubic'", "'linear'", "'natural'"]),
+    ({"compressor": "dithering", "k": 2, "normalize": "l1"}, ["normalize='l1'", "'max'", "'l2'"]),
+    ({"compressor": "onebit", "ef": "sparse"}, ["ef='sparse'", "'vanilla'", "'corrected'"]),
+    ({"compressor": "topk", "k": 1, "ef": "sparse"}, ["ef='sparse'"]), ({"compressor": "onebit", "ef": True}, ["ef=True"]),
+    ({"compressor": "onebit", "momentum": "heavy"}, ["momentum='heavy'", "'nesterov'"]), ({"compressor": "onebit", "mu": 0.9}, ["mu=0.9", "momentum"]),
+    ({"compressor": "onebit", "momentum": "nesterov", "mu": 1.0}, ["mu=1.0"]), ({"compressor": "onebit", "scaling": 1}, ["scaling=1"]),
+    ({"compressor": "onebit", "seed": -1}, ["seed=-1"]), ({"compressor": "onebit", "seed": 2**64}, ["seed="]), ({"fp16": "yes"}, ["fp16='yes'"]),
+    ({"ef": "vanilla"}, ["ef='vanilla'", "without a compressor"]), ({"k": 3}, ["k=3", "without a compressor"]), ({"momentum": "nesterov"}, ["momentum"]),
+]
+
+
+@pytest.mark.parametrize("params", GOOD, ids=str)
+def test_what_is_said_in_a_line_is_read_as_the_same(params: dict[str, Any]) -> None:
+    chosen = compression(params)
+    assert parse(chosen.text()) == chosen and len(chosen.text()) < 300
+    assert chosen == compression(dict(reversed(params.items()))) and hash(chosen) == hash(compression(params))
+
+
+@pytest.mark.parametrize(("params", "named"), BAD, ids=str)
+def test_what_is_refused_is_named_with_what_is_allowed(params: Any, named: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        compression(params, "compression_params of 'w'")
+    assert isinstance(refused.value, ValueError) and str(refused.value).startswith("compression_params of 'w': ")
+    for text in named:
+        assert text in str(refused.value)
+
+
+def test_none_is_none() -> None:
+    assert compression(None) == compression({}) == compression({"compressor": "", "k": None}) == NONE
+
+
+@given(st.text(max_size=40) | st.binary(max_size=40).map(lambda b: b.decode(errors="replace")))
+def test_any_line_is_a_compression_or_refused(text: str) -> None:
+    try:
+        assert isinstance(parse(text), Compression)
+    except ConfigError:
+        pass
+
+
+def test_what_becomes_of_small_tensors_and_other_types() -> None:
+    chosen, halves = compression({"compressor": "onebit"}), compression({"compressor": "onebit", "fp16": True})
+    assert effective(chosen, "float32", 100, 100) is chosen and effective(chosen, "float32", 99, 100) is None
+    small = effective(halves, "float32", 99, 100)
+    assert small is not None and small.compressor == "half" and small is effective(halves, "float64", 0, 100)
+    assert effective(halves, "float16", 99, 100) is None and effective(compression({"fp16": True}), "bfloat16", 10**6, 0) is None
+    check_fits(compression({"compressor": "topk", "k": 25}), "float32", 100, "'w'")
+    with pytest.raises(ConfigError, match="'w': k=26 is more than the 25 elements"):
+        check_fits(compression({"compressor": "randomk", "k": 26}), "float32", 100, "'w'")
+    with pytest.raises(ConfigError, match="'w': .*int32.*float32"):
+        check_fits(chosen, "int32", 100, "'w'")
+
+
+def test_streams_of_names_and_partitions_differ() -> None:
+    assert len({stream(name, part) for name in (b"a", b"b", b"") for part in range(50)}) == 150
+    assert mix(1, 2) != mix(2, 1) and mix(1, 2) == mix(1, 2) and 0 <= mix(2**64 - 1, 2**64 - 1) < 2**64
+
+
+def test_choices_of_parameters() -> None:
+    one, names = {"compressor": "onebit"}, ["a", "b", "c"]
+    assert choose(None, names, "X") == choose({}, names, "X") == {}
+    assert choose(one, names, "X") == dict.fromkeys(names, compression(one))
+    assert choose({"b": one, "c": {}}, names, "X") == {"b": compression(one)}
+    assert choose(lambda n: one if n != "a" else None, names, "X") == {"b": compression(one), "c": compression(one)}
+    for wrong, text in (({"d": one}, "names parameters that the optimizer has not: d"), (3, "is a int"), ({"a": {"k": 3}}, "of 'a': k=3 without")):
+        with pytest.raises(ConfigError, match=text):
+            choose(wrong, names, "X")  # type: ignore[arg-type]
