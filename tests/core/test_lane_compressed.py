@@ -60,7 +60,7 @@ def round_is_right(rig: Rig, slot: int, wire: bytes, round_: int, divisor: int =
 def test_the_average_of_the_same_is_the_same(rig, name: str) -> None:
     params, wire = CODECS[name]
     if name in ("dithering", "randomk"):
-        pytest.skip("draws again on the way back: tests/cluster/test_compression.py has the oracle for that")
+        pytest.skip("draws again on the way back: tests/cluster/test_compressed_sums.py has the oracle for that")
     r = rig()
     register(r, 0, params)
     for rank in (0, 1):

@@ -83,7 +83,7 @@ class FakeSession:
     def names(self) -> list[str]:
         return [p.name for p in self.pushes]
 
-    def declare(self, name: str) -> int:
+    def declare(self, name: str, compression: object = None) -> int:
         if name not in self.declared:
             self.declared.append(name)
         return self.declared.index(name)
