@@ -30,6 +30,13 @@ def check_name(name: Any, verb: str) -> None:
         raise ConfigError(f"{verb}: name must be a string, not {given}; leave it out, or give None, to call without a name")
 
 
+def check_flag(value: Any, argument: str, verb: str) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is True or False, or an integer that stands for one. Anything else, a name that has got into its
+    place or a text that says no, would be a yes."""
+    if not isinstance(value, int):
+        raise ConfigError(f"{verb}: {argument} must be True or False, not {value!r}")
+
+
 def check_priority(priority: Any, verb: str) -> None:
     """Raise :class:`ConfigError` unless ``priority`` is an integer that fits on the wire."""
     number = integer(priority)

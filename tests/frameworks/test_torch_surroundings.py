@@ -82,6 +82,14 @@ def _distributed(way: str, model: nn.Module, plain: torch.optim.Optimizer, label
     return model, CrossBarrier(model, plain, names) if way == "crossed" else bps.DistributedOptimizer(plain, names)
 
 
+def _trained(way: str, inner: nn.Module, label: str) -> list[torch.Tensor]:
+    model, optimizer = _distributed(way, inner, torch.optim.SGD(inner.parameters(), lr=0.1, momentum=0.9), label)
+    train(model, bps.rank(), bps.size(), optimizer=optimizer)
+    if way == "crossed":
+        optimizer.synchronize()
+    return [p.detach().clone() for p in inner.parameters()]
+
+
 class Summed(nn.Module):
     """Two parameters whose sum through views autograd differentiates into one memory for both, here a part of larger memory, with layers between."""
 
@@ -100,14 +108,7 @@ class Summed(nn.Module):
 
 
 def job_gradients_in_one_memory() -> Any:
-    found: dict[str, Any] = {}
-    for way in WAYS:
-        model, optimizer = _distributed(way, inner := Summed(), torch.optim.SGD(inner.parameters(), lr=0.1, momentum=0.9), "summed")
-        train(model, bps.rank(), bps.size(), optimizer=optimizer)
-        if way == "crossed":
-            optimizer.synchronize()
-        found[way] = [p.detach().clone() for p in inner.parameters()]
-    return found
+    return {way: _trained(way, Summed(), "summed") for way in WAYS}
 
 
 class Images(nn.Module):
@@ -124,14 +125,7 @@ class Images(nn.Module):
 
 
 def job_channels_last() -> Any:
-    found: dict[str, Any] = {}
-    for way in WAYS:
-        model, optimizer = _distributed(way, inner := Images(), torch.optim.SGD(inner.parameters(), lr=0.1, momentum=0.9), "images")
-        train(model, bps.rank(), bps.size(), optimizer=optimizer)
-        if way == "crossed":
-            optimizer.synchronize()
-        found[way] = [p.detach().clone() for p in inner.parameters()]
-    return found
+    return {way: _trained(way, Images(), "images") for way in WAYS}
 
 
 def job_compiled_step() -> Any:

@@ -28,7 +28,7 @@ class AsyncExchange(Exchange):
         self._before: dict[int, torch.Tensor] = {}      # by parameter: its weights before the step, then what the step has added
         self._seeded: set[int] = set()
         self._session: object = None                    # in whose servers those are
-        self._waiting: list[Handle] = []                  # not waited for yet: an interruption leaves some
+        self._waiting: list[Handle] = []                # not waited for yet: an interruption leaves some
         super().__init__(names, None, passes, active=False)
 
     def add(self, names: list[tuple[str, torch.Tensor]], attach: bool = True) -> None:

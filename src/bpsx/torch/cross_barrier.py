@@ -114,7 +114,7 @@ class _Barrier(Exchange):
 
     def __init__(self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor], passes: int, active: bool, steps: int,
                  sparse_as_dense: bool) -> None:
-        self._pending: dict[int, tuple[Managed, Pushed]] = {}     # by id of parameter: stepped, not updated
+        self._pending: dict[int, tuple[Managed, Pushed]] = {}      # by id of parameter: stepped, not updated
         self._stepped: Round | None = None                          # in which it has been pushed
         self._options: list[_Noted] = []                            # of each group, when step() was called
         self._parts = 0                                             # in how many the update has been made so far

@@ -184,8 +184,7 @@ def _checked(tensor: Any, average: bool, name: str | None, version: int, priorit
 
 
 def _check_arguments(average: Any, name: Any, version: Any, priority: Any) -> None:
-    if not isinstance(average, int):    # a name or an operation that has got into its place would be an average
-        raise ConfigError(f"push_pull: average must be True or False, not {average!r}")
+    _adapter.check_flag(average, "average", "push_pull")
     check_name(name, "push_pull")
     if not isinstance(version, int):
         raise ConfigError(f"push_pull: version must be an integer, not {type(version).__name__}")

@@ -101,8 +101,7 @@ def check_optimizer(optimizer: Any, verb: str = "DistributedOptimizer") -> None:
 def check_options(compression: Any, sparse_as_dense: Any, verb: str = "DistributedOptimizer") -> None:
     """Raise :class:`ConfigError` for a compressor that is none, or for neither True nor False."""
     check_compression(compression, verb)
-    if not isinstance(sparse_as_dense, int):
-        raise ConfigError(f"{verb}: sparse_as_dense must be True or False, not {sparse_as_dense!r}")
+    _adapter.check_flag(sparse_as_dense, "sparse_as_dense", verb)
 
 
 def mix_in(mixin: type[_DistributedOptimizer], optimizer: torch.optim.Optimizer, exchange: Exchange) -> torch.optim.Optimizer:

@@ -53,8 +53,7 @@ def checked_op(verb: str, op: Any, average: Any = None) -> ReduceOp:
     if average is not None:
         if op is not None:
             raise ConfigError(f"{verb}: op and average are both given; leave average out")
-        if not isinstance(average, int):    # a name that has got into its place would be an average
-            raise ConfigError(f"{verb}: average must be True or False, not {average!r}")
+        _adapter.check_flag(average, "average", verb)
         warnings.warn(f"{verb}: average is deprecated; give op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=4)
         return ReduceOp.Average if average else ReduceOp.Sum
     try:

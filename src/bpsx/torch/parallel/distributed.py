@@ -71,7 +71,7 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
         if not isinstance(module, nn.Module):
             raise ConfigError(f"DistributedDataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed")
         check_compression(compression, "DistributedDataParallel")
-        broadcast_buffers = _flag("broadcast_buffers", broadcast_buffers)
+        _adapter.check_flag(broadcast_buffers, "broadcast_buffers", "DistributedDataParallel")
         init_sync = _checked(device_ids, options)
         session = _adapter.session()
         if session.config.asynchronous:
@@ -81,7 +81,7 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
             raise ConfigError("DistributedDataParallel: no parameter of the module requires a gradient: it needs no averaging")
         super().__init__()
         self.module = module
-        self.broadcast_buffers = broadcast_buffers
+        self.broadcast_buffers = bool(broadcast_buffers)
         name = f"DDP.{next(_numbers)}"
         self._averaging = Averaging([(f"{name}.{n}", p) for n, p in named], compression, name, session.config.distributed)
         self._buffers_of_0 = _Buffers(f"Buffers.{name}")
@@ -139,13 +139,9 @@ def _checked(device_ids: Any, options: dict[str, Any]) -> bool:
             raise ConfigError(f"DistributedDataParallel: dim={value!r}; allowed is 0")
         if option not in _REFUSED | _CHANGE_NOTHING | {"dim", "init_sync"}:
             raise TypeError(f"DistributedDataParallel: unknown option {option!r}")
-    return _flag("init_sync", options.get("init_sync", True))
-
-
-def _flag(option: str, value: Any) -> bool:
-    if not isinstance(value, int):      # a string that says no would be a yes
-        raise ConfigError(f"DistributedDataParallel: {option} must be True or False, not {value!r}")
-    return bool(value)
+    init_sync = options.get("init_sync", True)
+    _adapter.check_flag(init_sync, "init_sync", "DistributedDataParallel")
+    return bool(init_sync)
 
 
 def _tensors_in(outputs: Any) -> Iterator[torch.Tensor]:
