@@ -24,6 +24,14 @@ class Tensor:
     def generation(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def busy(self) -> bool:
+        """Whether a push_pull of it is under way, as far as the driver knows."""
+    def state(self, saved: list[bytes] | None = None) -> list[bytes]:
+        """What is kept of each compressed partition, once it is what ``saved`` says, if that is given. Not while it is :attr:`busy`."""
+    @property
+    def server_bytes(self) -> int:
+        """How many bytes say what the servers keep of it."""
 
 class Handle:
     """One push_pull under way. Thread-safe."""
@@ -74,7 +82,7 @@ class Core:
         """Push ``input`` (None: nothing) and pull into ``output``. ``divisor`` is the root's rank for a broadcast."""
     def prepare(
         self, name: str, nbytes: int, input: _Memory | None, output: _Memory, *, divisor: int = 1, broadcast: bool = False,
-        asynchronous: bool = False, priority: int = 0, rate: float = 0.0, owner: object = None, result: object = None,
+        asynchronous: bool = False, priority: int = 0, rate: float = 0.0, keeps: bool = False, owner: object = None, result: object = None,
     ) -> Handle:
         """A handle for a tensor without a place; then :meth:`release` or :meth:`end`. Raises :class:`ValueError` for a wrong size."""
     def release(self, handle: Handle, tensor: Tensor, will_wait: bool = False) -> None:

@@ -19,8 +19,9 @@ from libc.string cimport memcpy, memmove, memset
 from bpsx.core.header cimport MAX_CODEC_BYTES, MAX_NAME_BYTES, NONCE_BYTES, PROOF_BYTES
 from bpsx.core.machine cimport Machine as CMachine
 from bpsx.core.loop cimport background, busy_ns, codec_thread, kick, submit, wait_for
-from bpsx.core.packed cimport packed_free, packed_new
-from bpsx.core.partition cimport MAX_STAGES, Lane, Partition, Task, Tensor as CTensor
+from bpsx.core.packed cimport server_state_bytes, state_of
+from bpsx.core.partition cimport MAX_STAGES, Lane, Task, Tensor as CTensor
+from bpsx.core.parts cimport free_parts, make_parts
 from bpsx.core.pool cimport pool_free, pool_new, pool_stop
 from bpsx.core.receive cimport pump_in
 from bpsx.core.send cimport send_ping
@@ -57,42 +58,38 @@ cdef class Tensor:
         declaration of the name this is. ``codec``: how it is compressed, as servers are told, and ``made``: a :class:`bpsx.compression.Made` for
         each partition, if it is."""
         cdef size_t i
-        cdef Partition *p
         if len(stages) >= MAX_STAGES:
             raise ValueError(f"{len(stages)} stages; at most {MAX_STAGES - 1} are allowed")
-        self.name = name
-        self.generation = generation
-        self.codec = codec.encode()
+        self.name, self.generation, self.codec = name, generation, codec.encode()
         if len(self.codec) > MAX_CODEC_BYTES:
             raise ValueError(f"tensor {name!r}: {len(self.codec)} bytes say how it is compressed; at most {MAX_CODEC_BYTES} are allowed")
         self.c.codec, self.c.codec_bytes = self.codec, len(self.codec)
         self.made = list(made)
         self.encoded = name.encode()[:MAX_NAME_BYTES]
-        self.c.name = self.encoded
-        self.c.name_bytes = len(self.encoded)
+        self.c.name, self.c.name_bytes = self.encoded, len(self.encoded)
         self.c.dtype = dtype
         self.c.status = DONE
         for i in range(len(stages)):
             self.c.stages[i] = stages[i]
-        self.c.n_parts = len(parts)
-        self.c.parts = <Partition *>calloc(len(parts), sizeof(Partition))
-        if self.c.parts == NULL:
-            raise MemoryError(f"tensor {name!r}: no memory for {len(parts)} partitions")
-        for i in range(len(parts)):
-            p = &self.c.parts[i]
-            p.key, p.lane, p.slot, p.offset, p.length = parts[i]
-            p.tensor = &self.c
-            if self.made:
-                p.packed = packed_new(self.made[i])
-            self.nbytes += p.length
+        self.nbytes = make_parts(&self.c, parts, self.made)
 
     def __dealloc__(self):
-        cdef size_t i
-        if self.c.parts != NULL:
-            for i in range(self.c.n_parts):
-                free(self.c.parts[i].shares)
-                packed_free(self.c.parts[i].packed)
-        free(self.c.parts)
+        free_parts(&self.c)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a push_pull of it is under way, as far as the driver knows."""
+        return self.c.current != NULL
+
+    def state(self, list saved=None) -> list:
+        """What is kept of each compressed partition, as bytes (core/packed.pxd), once it is what ``saved`` says, if that is given. Not while it
+        is :attr:`busy`. Raises :class:`ValueError` for bytes of another length."""
+        return [state_of(self.c.parts[i].packed, saved[i] if saved else None) for i in range(self.c.n_parts)]
+
+    @property
+    def server_bytes(self) -> int:
+        """How many bytes say what the servers keep of it: what :meth:`Core.prepare` with ``keeps`` moves."""
+        return sum([server_state_bytes(self.c.parts[i].packed) for i in range(self.c.n_parts)])
 
 
 cdef class Handle:
@@ -261,8 +258,9 @@ cdef class Core:
         return handle
 
     def prepare(self, str name, uint64_t nbytes, input, output, *, uint32_t divisor=1, bint broadcast=False, bint asynchronous=False,
-                int priority=0, double rate=0, owner=None, result=None) -> Handle:
-        """A handle for a tensor that has not been placed yet; :meth:`release` sets it off, :meth:`end` ends it."""
+                int priority=0, double rate=0, bint keeps=False, owner=None, result=None) -> Handle:
+        """A handle for a tensor that has not been placed yet; :meth:`release` sets it off, :meth:`end` ends it. ``keeps``: ask for, or
+        with ``input`` set, what servers keep of it, compressed as it is."""
         cdef Handle handle = Handle.__new__(Handle)
         self.reap()
         handle.core = self
@@ -274,6 +272,7 @@ cdef class Core:
         handle.task.asynchronous = asynchronous
         handle.task.priority = priority
         handle.task.rate = rate
+        handle.task.keeps = keeps
         if type(output) is tuple:
             handle.task.output = <char *><uintptr_t>output[0]
         else:

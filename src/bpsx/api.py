@@ -16,6 +16,7 @@ from bpsx import errors
 from bpsx._core import Handle
 from bpsx._exit import set_exit_status
 from bpsx.arguments import check_handle, check_name, check_priority, checked_root
+from bpsx.compressing import Remembered
 from bpsx.compression import compression as check_compression
 from bpsx.config import Config
 from bpsx.dtypes import dtype_named
@@ -28,6 +29,7 @@ _session: Session | None = None
 _owner_pid = 0
 _hooked = False
 _order: dict[str, int] = {}     # of declared names, kept by suspend() for resume()
+_remembered: Remembered | None = None       # how they are compressed, likewise
 _placed = False                 # this process's place in its last job was given to begin(), and is not in the environment
 #: How often resume() asks whether a new scheduler has taken the old one's place.
 _ASK_AGAIN = 0.2
@@ -90,12 +92,13 @@ def _tell_untold(ours: Session) -> None:
 
 
 def suspend() -> None:
-    """Leave the job in good order, as :func:`shutdown`, but remember the order of declared names for :func:`resume`. All workers do it, or
-    those that go on fail for want of this one. Does nothing before :func:`init`."""
-    global _order
+    """Leave the job in good order, as :func:`shutdown`, but remember the order of declared names for :func:`resume`, and how they are compressed,
+    with residuals and momentum. All workers do it, or those that go on fail for want of this one. Does nothing before :func:`init`."""
+    global _order, _remembered
     with _lock:
         if initialised():
-            _order = session().order
+            ours = session()
+            _order, _remembered = ours.order, ours.compressing.remembered()
     shutdown()
 
 
@@ -121,7 +124,7 @@ def _next_session(config: Config) -> Session:
     end = time.monotonic() + config.rendezvous_timeout
     while True:
         try:
-            return Session(config, _order)
+            return Session(config, _order, _remembered)
         except errors.JobOverError:     # the old scheduler is still there
             if time.monotonic() >= end:
                 raise

@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from bpsx._core import Core, Tensor
+from bpsx._core import Core, Handle, Tensor
 from bpsx.compression import FLOATS, NONE, Compression, Momentum, check_fits, effective, make, stream, warm
 from bpsx.config import Config
 from bpsx.dtypes import BY_CODE
-from bpsx.errors import ConfigError
+from bpsx.errors import BpsxError, ConfigError
 from bpsx.neighbourhood import Neighbourhood
 from bpsx.pipeline import Place, stages_for
+from bpsx.saving import Saved, check_saved, put, take, until_idle
+
+log = logging.getLogger("bpsx.compression")
+
+
+class Remembered(NamedTuple):
+    """What a suspended session leaves to the next one: how names are compressed, and what has been kept of them."""
+
+    compressions: Mapping[str, Compression]
+    kept: Mapping[str, Saved]
 
 
 class Compressing:
-    """Of one session, under whose lock :meth:`declare` is called; the rest may be called from any thread."""
+    """Of one session, under whose lock :meth:`declare` and :meth:`tensor` are called; the rest may be called from any thread."""
 
-    def __init__(self, config: Config, near: Neighbourhood) -> None:
+    def __init__(self, config: Config, near: Neighbourhood, remembered: Remembered | None = None) -> None:
         self._config, self._near = config, near
-        self._of: dict[str, Compression] = {}
+        self._of: dict[str, Compression] = dict(remembered.compressions) if remembered else {}
         self._momenta: dict[tuple[str, int, int], Momentum] = {}
+        self._current: dict[str, Tensor] = {}           # by name: what was compressed last
+        self._meanings: dict[Tensor, Saved] = {}        # what says of saved state whether it is that tensor's
+        self._kept: dict[str, tuple[Saved, bool]] = {n: (s, True) for n, s in remembered.kept.items()} if remembered else {}
+        self._told: list[Handle] = []                   # what servers have been told to keep, and have not answered
+        self.core: Core                                 # set by the session, which makes it later
 
     def declare(self, name: str, compression: Compression) -> None:
         """Say how sums of ``name`` travel from now on. Raises :class:`~bpsx.errors.ConfigError` in asynchronous training."""
@@ -57,6 +74,7 @@ class Compressing:
         key = name, dtype, nbytes
         if key not in self._momenta:
             self._momenta[key] = Momentum(kind.name, nbytes // kind.itemsize)
+            self._put_momentum(name, self._momenta[key], {"dtype": kind.name, "nbytes": nbytes})
         made = self._momenta[key].add(source[0] if isinstance(source, tuple) else np.asarray(source).ctypes.data, given.mu)
         return (made.ctypes.data, nbytes), (made, source, owner)
 
@@ -70,15 +88,108 @@ class Compressing:
             warm(used, BY_CODE[dtype].name)
 
     def tensor(
-        self, core: Core, name: str, dtype: int, parts: list[tuple[int, int, int, int, int]], generation: int, used: Compression | None,
+        self, name: str, dtype: int, parts: list[tuple[int, int, int, int, int]], generation: int, used: Compression | None,
     ) -> Tensor:
         """What the core knows of a declared name. Only who speaks to servers compresses."""
         codec = used if self._near.has_lanes else None
         stages = stages_for("cpu", codec is not None, self._near.place)
         if codec is None:
             return Tensor(name, dtype, parts, stages, generation)
-        core.open_pool(self._config.compress_threads)
+        self.core.open_pool(self._config.compress_threads)
         if self._near.place is not Place.DIRECT:    # each process has added it to its own share
             codec = replace(codec, momentum="")
         made = [make(codec, BY_CODE[dtype].name, length, stream(name.encode(), i), self._near.sender) for i, (*_, length) in enumerate(parts)]
-        return Tensor(name, dtype, parts, stages, generation, codec.text(), made)
+        tensor = Tensor(name, dtype, parts, stages, generation, codec.text(), made)
+        lengths = [length for *_, length in parts]
+        self._current[name] = tensor
+        self._meanings[tensor] = {"dtype": BY_CODE[dtype].name, "nbytes": sum(lengths), "codec": codec.text(), "lengths": lengths}
+        self._put(tensor)
+        return tensor
+
+    # ---- for checkpoints
+
+    def save(self, names: Iterable[str]) -> dict[str, Saved]:
+        """What is kept of those of ``names`` of which anything is: see :data:`bpsx.saving.Saved`. Call it while none of them is under way.
+
+        Raises :class:`~bpsx.errors.BpsxError` if one does not end within ``BPSX_SHUTDOWN_TIMEOUT``.
+        """
+        wanted = list(dict.fromkeys(names))
+        tensors = [self._current[name] for name in wanted if name in self._current]
+        for tensor in tensors:
+            until_idle(self.core, tensor, self._config.shutdown_timeout)
+        taken = take(self.core, tensors, self._near.sender == 0)
+        found: dict[str, Saved] = {tensor.name: {**self._meanings[tensor], **taken[tensor.name]} for tensor in tensors}
+        for name in wanted:
+            if name in self._kept and name not in found:        # never pushed since
+                found[name] = dict(self._kept[name][0])
+            for (whose, dtype, nbytes), momentum in list(self._momenta.items()):
+                if whose == name:
+                    found[name] = {"dtype": BY_CODE[dtype].name, "nbytes": nbytes, **found.get(name, {}), "momentum": momentum.kept.copy()}
+            if name in found:
+                found[name].setdefault("rank", self._config.rank)
+        return found
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Put back what :meth:`save` has made, now or when a name is first pushed. What another worker has saved gives its counters only.
+
+        Waits for push_pulls of these names that are under way, and for the servers. Raises :class:`~bpsx.errors.ConfigError` for what is no such
+        state, and whatever makes servers fail.
+        """
+        checked = {name: check_saved(name, state) for name, state in saved.items()}
+        others = sorted({s["rank"] for s in checked.values() if s.get("rank") != self._config.rank and "rank" in s})
+        if others:
+            log.warning("worker %d: residuals and momentum in the state given are those of worker %s, and begin anew here: each worker has to save "
+                        "and load a state of its own", self._config.rank, ", ".join(map(str, others)))
+        for name, state in checked.items():
+            self._kept[name] = state, state.get("rank", self._config.rank) == self._config.rank
+            for (whose, dtype, nbytes), momentum in list(self._momenta.items()):
+                if whose == name:
+                    self._put_momentum(name, momentum, {"dtype": BY_CODE[dtype].name, "nbytes": nbytes})
+            tensor = self._current.get(name)
+            if tensor is not None:
+                until_idle(self.core, tensor, self._config.shutdown_timeout)
+                self._put(tensor)
+        told, self._told = self._told, []
+        for handle in told:
+            handle.wait()
+
+    def remembered(self) -> Remembered:
+        """For the next session. Without what is kept, and a warning, if it cannot be had."""
+        try:
+            kept = self.save({*self._of, *self._current})
+        except BpsxError as e:
+            log.warning("residuals and momentum begin anew after suspend(): %s", e)
+            kept = {}
+        return Remembered(dict(self._of), kept)
+
+    def check_told(self) -> None:
+        """Once a second: whether servers keep what they have been told to."""
+        for handle in [h for h in self._told if h.done()]:
+            self._told.remove(handle)
+            try:
+                handle.wait()
+            except BpsxError as e:
+                log.error("%r: the servers have not taken what was saved of it, and begin anew: %s", handle.name, e)
+
+    def _put(self, tensor: Tensor) -> None:
+        """Put back what has been saved of a tensor, if it is that one's."""
+        if "worker" not in self._kept.get(tensor.name, ({}, True))[0]:
+            return
+        saved, own = self._kept.pop(tensor.name)
+        meaning = self._meanings[tensor]
+        try:
+            if any(saved.get(key) != value for key, value in meaning.items()):
+                raise ValueError(", ".join(f"{key} {saved.get(key)!r}, now {value!r}" for key, value in meaning.items() if saved.get(key) != value))
+            handle = put(self.core, tensor, saved, own)
+        except ValueError as e:
+            log.warning("%r: what compression had kept of it begins anew, since it was kept of something else: %s", tensor.name, e)
+            return
+        if handle is not None:
+            self._told.append(handle)
+
+    def _put_momentum(self, name: str, momentum: Momentum, meaning: Saved) -> None:
+        """Put back the momentum of what no encoder adds it to."""
+        saved, own = self._kept.get(name, ({}, True))
+        kept = saved.get("momentum")
+        if own and kept is not None and all(saved.get(k) == v for k, v in meaning.items()) and kept.size == momentum.kept.size:
+            momentum.kept[:] = kept

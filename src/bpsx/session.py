@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from bpsx import errors
 from bpsx._core import Core, Handle, Tensor
 from bpsx._watch import monotonic_ns
-from bpsx.compressing import Compressing
+from bpsx.compressing import Compressing, Remembered
 from bpsx.compression import Compression, parse
 from bpsx.config import Config
 from bpsx.dtypes import BY_NAME, dtype_named
@@ -71,7 +71,7 @@ class Session:
     Raises :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.errors.RendezvousError` or :class:`~bpsx.errors.TransportError` on construction.
     """
 
-    def __init__(self, config: Config, order: dict[str, int] | None = None) -> None:
+    def __init__(self, config: Config, order: dict[str, int] | None = None, remembered: Remembered | None = None) -> None:
         config.check()
         configure(config, f"worker {config.rank}")
         self.config = config
@@ -85,12 +85,12 @@ class Session:
         self._declared: dict[tuple[str, int], _Declared] = {}                   # every declaration by (name, generation)
         self._shapes: dict[tuple[str, tuple[int, ...], int, Compression | None], _Declared] = {}    # ... and by what it is, to find it again
         self._generations: dict[str, int] = {}
-        self._order: dict[str, int] = dict(order or {})     # given: as a suspended session left it
+        self._order: dict[str, int] = dict(order or {})     # given, like ``remembered``: as a suspended session left it
         self._async: bool = config.asynchronous
         self._joining = Joining()
         self._link: Link | None = None
         self._near = Neighbourhood(config)
-        self._compressing = Compressing(config, self._near)
+        self.compressing = Compressing(config, self._near, remembered)
         self._closed = False
         self._leaving = False
         self._failure = ""
@@ -105,7 +105,7 @@ class Session:
             self._join()
         else:
             self._endpoint = LoopbackEndpoint()
-            self._core = Core(self._endpoint, rank=0, job=0, lanes=0, credit=0, spin_us=0, telemetry=config.telemetry)
+            self.compressing.core = self._core = Core(self._endpoint, rank=0, job=0, lanes=0, credit=0, spin_us=0, telemetry=config.telemetry)
 
     # ---- coming together
 
@@ -143,6 +143,7 @@ class Session:
         self._core = Core(self._endpoint, rank=near.sender, job=job, lanes=len(self._lanes), spin_us=config.spin_us, machine=near.machine,
                           credit=config.scheduling_credit * whole_pages(config.partition_bytes), telemetry=config.telemetry,
                           watch=self.reporter.watchers[0])
+        self.compressing.core = self._core
 
     def _hear_of_a_loss(self, link: Link) -> None:
         """Somebody may die while the job comes together. Raises :class:`~bpsx.errors.RendezvousError`."""
@@ -214,7 +215,7 @@ class Session:
             spans = partition(declared.nbytes, self.config.partition_bytes)
             parts = [(key, lane, slot, span.offset, span.length) for (key, lane, slot), span in zip(places, spans, strict=True)]
             self.reporter.name(name, (key for key, _, _ in places))
-            tensor = self._compressing.tensor(self._core, name, declared.dtype, parts, generation, declared.codec)
+            tensor = self.compressing.tensor(name, declared.dtype, parts, generation, declared.codec)
             for handle in declared.pending:
                 self._core.release(handle, tensor)
             declared.pending = []
@@ -270,6 +271,7 @@ class Session:
         if self._near.machine is not None and self._near.machine.deserted:
             self._core.look()       # a neighbour may have posted before it heard, to an idle root that would never answer
         self._core.reap()
+        self.compressing.check_told()
         self.reporter.tick()
         waiting = self._core.waiting(min(1.0, self.config.stall_warn / 2))
         if self._link is not None and (waiting or self._reported):
@@ -295,7 +297,7 @@ class Session:
         _check_name(name, "declare")
         with self._lock:
             if compression is not None:
-                self._compressing.declare(name, compression)
+                self.compressing.declare(name, compression)
             return self._order.setdefault(name, len(self._order))
 
     def push_pull(
@@ -350,11 +352,11 @@ class Session:
         if self._joining.active:
             self._joining.refuse(name)
         asynchronous = self._async if asynchronous is None else asynchronous
-        codec = None if broadcast else self._compressing.of(name, dtype, nbytes)
+        codec = None if broadcast else self.compressing.of(name, dtype, nbytes)
         if codec is not None and codec.ef == "corrected" and not 0 < rate < float("inf"):
             raise errors.ConfigError(f"{name!r}: ef='corrected' needs the learning rate of each push_pull, a number above 0, not {rate!r}")
-        if not broadcast and self._compressing.any:
-            source, owner = self._compressing.with_momentum(name, dtype, nbytes, codec, source, owner)
+        if not broadcast and self.compressing.any:
+            source, owner = self.compressing.with_momentum(name, dtype, nbytes, codec, source, owner)
         declared = self._tensors.get(name)
         if declared is not None and declared.tensor is not None and declared.shape == shape and declared.dtype == dtype \
                 and declared.codec is codec and not declared.failed:
@@ -362,7 +364,7 @@ class Session:
                                      priority=priority, will_wait=will_wait, rate=rate, owner=owner, result=result)
         self._check_new(name, nbytes)
         if codec is not None:
-            self._compressing.check(name, dtype, nbytes, codec)
+            self.compressing.check(name, dtype, nbytes, codec)
         if not broadcast:
             self._near.check_average(name, dtype, divisor)
         handle = self._core.prepare(name, nbytes, source, target, divisor=divisor, broadcast=broadcast, asynchronous=asynchronous,

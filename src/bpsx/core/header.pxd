@@ -35,6 +35,8 @@ cdef enum Flag:
     DISAGREED = 8               # no body: the sender's workers `divisor` and `priority` asked for different operations; the round has failed.
                                 # If both are one worker, it has called join(), and its broadcast is what failed.
     PACKED = 16                 # PUSH: the body is compressed, as REGISTER has said
+    STATE = 32                  # PUSH: no share, but what compression shall keep of this key from now on (core/packed.pxd); without a body: nothing
+                                # new. The answer, to the sender alone and at once, is what is kept. It is no round and not counted as one.
 
 cdef packed struct Header:
     uint32_t magic

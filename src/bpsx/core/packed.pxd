@@ -15,6 +15,7 @@ cdef enum:
     N_STATE = 4
     SLACK = 64
     RATE_BYTES = 8              # `corrected`: a push begins with the learning rate, a float64
+    STATE_HEAD = 16 + 8 * N_STATE
 
 cdef struct Packed:
     encode_fn encode
@@ -79,6 +80,55 @@ cdef inline Packed *packed_new(made) except NULL:
         packed_free(p)
         raise MemoryError(f"no memory for {made.n} compressed elements")
     return p
+
+
+cdef inline uint64_t state_bytes(const Packed *p) noexcept nogil:
+    """What is kept from round to round: counter, learning rate, `state`, then residual and momentum, where there are any; little-endian."""
+    return STATE_HEAD + p.n * p.wide_itemsize * ((p.residual != NULL) + (p.momentum != NULL))
+
+
+cdef inline uint64_t server_state_bytes(const Packed *p) noexcept nogil:
+    """The same of the server's, which has no momentum."""
+    return STATE_HEAD + (p.n * p.wide_itemsize if p.residual != NULL else 0)
+
+
+cdef inline void save_state(const Packed *p, char *out) noexcept nogil:
+    """Write `state_bytes` bytes."""
+    cdef uint64_t size = p.n * p.wide_itemsize
+    memcpy(out, &p.counter, 8)
+    memcpy(out + 8, &p.rate, 8)
+    memcpy(out + 16, p.state, sizeof(p.state))
+    out += STATE_HEAD
+    if p.residual != NULL:
+        memcpy(out, p.residual, size)
+        out += size
+    if p.momentum != NULL:
+        memcpy(out, p.momentum, size)
+
+
+cdef inline void load_state(Packed *p, const char *saved) noexcept nogil:
+    """The other way round."""
+    cdef uint64_t size = p.n * p.wide_itemsize
+    memcpy(&p.counter, saved, 8)
+    memcpy(&p.rate, saved + 8, 8)
+    memcpy(p.state, saved + 16, sizeof(p.state))
+    saved += STATE_HEAD
+    if p.residual != NULL:
+        memcpy(p.residual, saved, size)
+        saved += size
+    if p.momentum != NULL:
+        memcpy(p.momentum, saved, size)
+
+
+cdef inline bytes state_of(Packed *p, bytes saved):
+    """What is kept, once it is ``saved``, if that is not None. Raises ValueError for another partition's."""
+    cdef bytes found = bytes(state_bytes(p))
+    if saved is not None:
+        if len(saved) != len(found):
+            raise ValueError(f"{len(saved)} bytes of state for a partition that keeps {len(found)}")
+        load_state(p, saved)
+    save_state(p, found)
+    return found
 
 
 cdef inline double correction(Packed *p, double rate) noexcept nogil:

@@ -29,6 +29,7 @@ cdef struct Partition:
     int64_t entered_ns          # its present stage, where it is recorded
     Tensor *tensor
     Packed *packed              # NULL: travels as it is
+    bint keeps                  # the present task is about what the server keeps of it, see Flag.STATE
     bint encodes                # the pool shall encode it; else decode
     int codec_status            # of that
     Partition *next_done        # back from the pool
@@ -75,6 +76,7 @@ cdef struct Task:
     uint32_t divisor            # or the broadcast's root
     bint broadcast
     bint asynchronous           # waits for no other worker; a broadcast: sets the servers' value
+    bint keeps                  # about what servers keep of a compressed tensor: input and output are that, partition by partition
     int32_t priority
     double rate                 # the learning rate, where compression asks for it
     uint32_t remaining          # partitions not home yet

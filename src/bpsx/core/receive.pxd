@@ -3,9 +3,9 @@ from libc.stddef cimport size_t
 from libc.string cimport memcmp, memcpy
 
 from bpsx.core.header cimport ANSWER, ERROR, PONG, PROOF_BYTES, Header, next_record
-from bpsx.core.packed cimport most_bytes
+from bpsx.core.packed cimport most_bytes, server_state_bytes
 from bpsx.core.partition cimport Partition
-from bpsx.core.stage cimport PULL, advance, fail_partition
+from bpsx.core.stage cimport PULL, advance, fail_partition, home
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_CODEC, E_JOINED, E_PROTOCOL
 from bpsx.core.watch cimport watched
@@ -54,6 +54,12 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
         if status == E_JOINED:
             h.slot = p.tensor.current.divisor       # the broadcast's root; the server knows machines at most
         fail_partition(c, p, status if E_CODEC <= status <= -1 else E_PROTOCOL, h.slot, h.epoch)
+        return 0
+    if p.keeps:
+        if h.length != server_state_bytes(p.packed):
+            return -1
+        memcpy(p.target, body, h.length)
+        home(c, p)
         return 0
     if p.packed != NULL:
         if h.length > most_bytes(p.packed):

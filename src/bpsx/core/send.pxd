@@ -5,9 +5,10 @@ from libc.string cimport memcpy, memset
 
 from bpsx.core.header cimport (
     ASYNC, BATCH_BYTES, BATCH_RECORDS, BROADCAST, DISAGREED, HEADER_BYTES, INLINE, INLINE_BYTES, NONCE_BYTES, PACKED, PING, PUSH as K_PUSH,
-    REGISTER,
+    REGISTER, STATE,
     Header, header_init, padded,
 )
+from bpsx.core.packed cimport server_state_bytes
 from bpsx.core.partition cimport Lane, Partition, Task
 from bpsx.core.queue cimport heap_pop
 from bpsx.core.stage cimport advance, give_up
@@ -76,13 +77,15 @@ cdef inline bint has_credit(Core *c, Lane *lane, uint64_t bytes) noexcept nogil:
 
 
 cdef inline uint64_t push_bytes(Partition *p) noexcept nogil:
+    if p.keeps:
+        return server_state_bytes(p.packed) if p.source != NULL else 0
     if p.packed != NULL:
         return p.packed.size
     return p.length if p.source != NULL else 0
 
 
 cdef inline char *push_body(Partition *p) noexcept nogil:
-    return <char *>p.packed.wire if p.packed != NULL else p.source
+    return <char *>p.packed.wire if p.packed != NULL and not p.keeps else p.source
 
 
 cdef inline uint64_t register_size(Partition *p) noexcept nogil:
@@ -117,7 +120,7 @@ cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noex
     cdef Task *task = p.tensor.current
     header_init(&h, K_PUSH, c.job, c.rank)
     h.flags = (INLINE if with_body else 0) | (BROADCAST if task.broadcast else 0) | (ASYNC if task.asynchronous else 0) | \
-        (PACKED if p.packed != NULL else 0)
+        (STATE if p.keeps else PACKED if p.packed != NULL else 0)
     h.dtype = p.tensor.dtype
     h.key = p.key
     h.slot = p.slot

@@ -1,10 +1,11 @@
 # The state machine of a partition, and of the task that it belongs to. The one switch over stages is `enter`.
 #
 # Only the driver calls these. pipeline.py has the same stage names and chooses each tensor's list.
-from libc.stdint cimport uint32_t
+from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 
 from bpsx.core.machine cimport Machine, everybody_in, know_tensor, post_results
+from bpsx.core.packed cimport server_state_bytes
 from bpsx.core.partition cimport Partition, Task, Tensor
 from bpsx.core.pool cimport pool_forget, pool_give, pool_take
 from bpsx.core.queue cimport heap_push
@@ -74,7 +75,7 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline void advance(Core *c, Partition *p) noexcept nogil:
-    if watched(c.watch):
+    if watched(c.watch) and not p.keeps:
         passed(c, p)
     p.stage += 1
     enter(c, p)
@@ -87,7 +88,7 @@ cdef inline void fail_partition(Core *c, Partition *p, int status, uint32_t a, u
         task.error = status
         task.detail_a = a
         task.detail_b = b
-    if p.shares != NULL and post_results(c.machine, p, status, a, b) != 0:
+    if p.shares != NULL and not p.keeps and post_results(c.machine, p, status, a, b) != 0:
         give_up(c, E_MEMORY)
     home(c, p)
 
@@ -95,7 +96,8 @@ cdef inline void fail_partition(Core *c, Partition *p, int status, uint32_t a, u
 cdef inline void home(Core *c, Partition *p) noexcept nogil:
     cdef Tensor *tensor = p.tensor
     cdef Task *task = tensor.current
-    p.round += 1
+    if not p.keeps:
+        p.round += 1
     task.remaining -= 1
     if task.remaining:
         return
@@ -111,9 +113,9 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
     """Publish a task's end. From here on its waiter may go on, and nobody writes to its output."""
     cdef uint32_t i
     cdef bint stands_in = task.handle == NULL       # looked at now: whoever waits may free the task as soon as it is published
-    if task.tensor.recorded:
+    if task.tensor.recorded and not task.keeps:
         ended(c, task, status)
-    if status == DONE:
+    if status == DONE and not task.keeps:
         c.counters.tasks += 1
         for i in range(task.tensor.n_parts if c.telemetry else 0):
             c.counters.bytes += task.tensor.parts[i].length
@@ -162,6 +164,21 @@ cdef inline bint deserted(Machine *m, uint32_t *who, bint under_way) noexcept no
     return False
 
 
+cdef inline void begin_keeping(Tensor *tensor, Task *task) noexcept nogil:
+    """A task about what the servers keep: each partition is sent as it lies in the task's memory, and home with the answer."""
+    cdef uint64_t offset = 0
+    cdef uint32_t i
+    cdef Partition *p
+    for i in range(tensor.n_parts):
+        p = &tensor.parts[i]
+        while tensor.stages[p.stage] != PUSH:
+            p.stage += 1
+        p.source = task.input + offset if task.input != NULL else NULL
+        p.target = task.output + offset
+        p.share_status = 0
+        offset += server_state_bytes(p.packed)
+
+
 cdef inline void start(Core *c, Task *task) noexcept nogil:
     """Send a task's partitions on their way, or queue it behind an earlier round of the same tensor."""
     cdef Tensor *tensor = task.tensor
@@ -185,14 +202,17 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
         return
     tensor.current = task
     tensor.started_ns = task.submitted_ns
-    tensor.waits_for_others = task.broadcast or not task.asynchronous
+    tensor.waits_for_others = not task.keeps and (task.broadcast or not task.asynchronous)
     task.remaining = tensor.n_parts
     for i in range(tensor.n_parts):
         tensor.parts[i].stage = 0
         tensor.parts[i].source = task.input + tensor.parts[i].offset if task.input != NULL else NULL
         tensor.parts[i].target = task.output + tensor.parts[i].offset if task.output != NULL else NULL
         tensor.parts[i].divisor = task.divisor // c.processes if task.broadcast else task.divisor
-    if watched(c.watch):
+        tensor.parts[i].keeps = task.keeps
+    if task.keeps:
+        begin_keeping(tensor, task)
+    elif watched(c.watch):
         began(c, tensor)
     for i in range(tensor.n_parts):
         enter(c, &tensor.parts[i])

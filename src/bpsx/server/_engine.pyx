@@ -7,13 +7,14 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
-from bpsx.core.header cimport ASYNC, BROADCAST, NONCE_BYTES, PING, PUSH, REGISTER, Header, next_record
+from bpsx.core.header cimport ASYNC, BROADCAST, NONCE_BYTES, PING, PUSH, REGISTER, STATE, Header, next_record
 from bpsx.core.status cimport E_LEFT, E_MEMORY, E_PROTOCOL
 from bpsx.core.sync cimport atomic_load, atomic_store, now_ns, yield_cpu
 from bpsx.core.watch cimport Watch, watched
 from bpsx.kernels.abi cimport fill_in
 from bpsx.server.answer cimport close_round, fail_round, flush_all, let_go, send_error, send_pong
 from bpsx.server.delta cimport push_delta
+from bpsx.server.keeping cimport push_state
 from bpsx.server.keys cimport register
 from bpsx.server.lane cimport RECEIVE_AT_ONCE, Lane as CLane, Out
 from bpsx.server.notes cimport note_delta, note_message, note_push, note_sum
@@ -183,6 +184,8 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
     if e == NULL or h.epoch != lane.epoch:
         send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)
         return -1
+    if h.flags & STATE:
+        return push_state(lane, e, h, body)
     if h.flags & ASYNC and not h.flags & BROADCAST:
         begin = now_ns() if lane.watch != NULL and watched(lane.watch) else 0
         rc = push_delta(lane, e, h, m, body, kept)
