@@ -182,7 +182,7 @@ class Compressing:
                 raise ValueError(", ".join(f"{key} {saved.get(key)!r}, now {value!r}" for key, value in meaning.items() if saved.get(key) != value))
             handle = put(self.core, tensor, saved, own)
         except ValueError as e:
-            log.warning("%r: what compression had kept of it begins anew, since it was kept of something else: %s", tensor.name, e)
+            log.warning("%r: the saved state of its compression is that of something else, and is not used: %s", tensor.name, e)
             return
         if handle is not None:
             self._told.append(handle)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jobs import run
+from jobs import Job, run
 
 STEPS, HALF = 6, 3
 #: name -> (dtype, elements, compression)
@@ -46,7 +49,8 @@ for step in range(begin, end):
     if step == int(os.environ.get("SUSPEND", -1)):
         bpsx.suspend()
         report("suspended")
-        bpsx.resume(bpsx_workers, 2)
+        sys.stdin.readline()
+        bpsx.resume(2, 2)
     for name, (dtype, n, params) in cases.items():
         out = go(name, dtype, n, step)
         np.save(f"{folder}/{name}.{rank}.{step}.{begin}.npy", out)
@@ -57,37 +61,133 @@ bpsx.shutdown()
 """
 
 
-def part(folder: Any, begin: int, end: int, workers: int = 2, **more: str) -> list[list[Any]]:
-    env = {"CASES": json.dumps(CASES), "STEPS": str(STEPS), "BEGIN": str(begin), "END": str(end), "FOLDER": str(folder),
-           "BYTEPS_PARTITION_BYTES": "65536", "BYTEPS_MIN_COMPRESS_BYTES": "1000", "BPSX_FIXED_ORDER": "1", **more}
-    return run(WORKER, workers, 2, env=env)
+def environment(folder: Path, begin: int, end: int, **more: str) -> dict[str, str]:
+    return {"CASES": json.dumps(CASES), "STEPS": str(STEPS), "BEGIN": str(begin), "END": str(end), "FOLDER": str(folder),
+            "BYTEPS_PARTITION_BYTES": "65536", "BYTEPS_MIN_COMPRESS_BYTES": "1000", "BPSX_FIXED_ORDER": "1", **more}
 
 
-def differing(folder: Any, name: str, begin: int, workers: int) -> list[tuple[int, int]]:
+def part(folder: Path, begin: int, end: int, workers: int = 2, processes: int = 1, **more: str) -> list[list[Any]]:
+    return run(WORKER, workers, 2, processes=processes, env=environment(folder, begin, end, **more))
+
+
+def differing(folder: Path, name: str, begin: int, workers: int) -> list[tuple[int, int]]:
     """(rank, step) of results that are not those of the job that was not interrupted."""
     def read(rank: int, step: int, begin: int) -> bytes:
         return (folder / f"{name}.{rank}.{step}.{begin}.npy").read_bytes()
     return [(rank, step) for rank in range(workers) for step in range(begin, STEPS) if read(rank, step, begin) != read(rank, step, 0)]
 
 
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Any]]]:
+    """A job that was not interrupted, and the first half of one that was; what the former has saved at its end."""
+    folder = tmp_path_factory.mktemp("whole")
+    whole = part(folder, 0, STEPS, EARLY="1")
+    part(folder, 0, HALF, EARLY="1")
+    return folder, whole
+
+
+@pytest.fixture
+def folder(first: tuple[Path, list[list[Any]]], tmp_path: Path) -> Path:
+    """A copy of its files."""
+    return Path(shutil.copytree(first[0], tmp_path / "copy"))
+
+
 @pytest.mark.parametrize("early", ["", "1"], ids=["while tensors are in use", "before the first push"])
-def test_a_job_goes_on_where_another_has_ended(tmp_path: Any, early: str) -> None:
-    whole = part(tmp_path, 0, STEPS, EARLY="1")
-    part(tmp_path, 0, HALF, EARLY="1")
-    part(tmp_path, HALF, STEPS, EARLY=early)
+def test_a_job_goes_on_where_another_has_ended(folder: Path, early: str) -> None:
+    part(folder, HALF, STEPS, EARLY=early)
     for name in CASES:
-        assert differing(tmp_path, name, HALF, 2) == []
-    for rank, report in enumerate(whole):
+        assert differing(folder, name, HALF, 2) == []
+
+
+def test_worker_0_speaks_for_the_servers(first: tuple[Path, list[list[Any]]]) -> None:
+    for rank, report in enumerate(first[1]):
         for name, keys in report[0].items():
-            assert ("server" in keys) == (rank == 0 and name != "small"), "who speaks for the servers"
+            assert ("server" in keys) == (rank == 0 and name != "small")
+            assert ("momentum" in keys) == (name == "small")
 
 
-def test_without_what_was_kept_the_rest_is_different(tmp_path: Any) -> None:
+@pytest.mark.parametrize("lost", ["all of worker 1", "the servers' part"])
+def test_without_what_was_kept_the_rest_is_different(folder: Path, lost: str) -> None:
     """Or the test above could not fail."""
-    part(tmp_path, 0, STEPS, EARLY="1")
-    part(tmp_path, 0, HALF, EARLY="1")
-    (tmp_path / f"1.{HALF}.pickle").unlink()
-    (tmp_path / f"1.{HALF}.pickle").write_bytes(__import__("pickle").dumps({}))
-    part(tmp_path, HALF, STEPS, EARLY="1")
+    path = folder / f"{1 if lost == 'all of worker 1' else 0}.{HALF}.pickle"
+    state = pickle.loads(path.read_bytes())
+    for saved in state.values():
+        saved.pop("server", None)
+    path.write_bytes(pickle.dumps({} if lost == "all of worker 1" else state))
+    part(folder, HALF, STEPS, EARLY="1")
     for name in CASES:
-        assert differing(tmp_path, name, HALF, 2) != []
+        assert (differing(folder, name, HALF, 2) != []) == (name != "small" or lost == "all of worker 1"), name
+
+
+def test_the_state_of_another_worker_gives_counters_only_and_all_agree(folder: Path) -> None:
+    """Everybody loads what worker 0 has saved, as scripts do whose first worker writes the checkpoints."""
+    part(folder, HALF, STEPS, EARLY="1", WHOSE="0")
+    for name in CASES:
+        assert len({(folder / f"{name}.{rank}.{STEPS - 1}.{HALF}.npy").read_bytes() for rank in (0, 1)}) == 1
+    assert differing(folder, "without residual", HALF, 2) == [], "nothing of it belongs to a worker"
+
+
+def test_suspended_jobs_go_on_in_the_next_one(folder: Path) -> None:
+    with Job(WORKER, 2, 2, env=environment(folder, 0, STEPS, EARLY="1", SUSPEND=str(HALF))) as job:
+        for worker in job.workers:
+            worker.wait_for_line("suspended")
+        old = [job.scheduler, *job.servers]
+        assert [p.wait() for p in old if p is not None] == [0, 0, 0]
+        for p in old:
+            if p is not None:
+                p.end()
+        job.servers = []
+        job.start_scheduler(int(job.port))
+        job.start_server(0), job.start_server(1)
+        before = {path.name: path.read_bytes() for path in folder.glob("*.npy")}
+        for path in folder.glob("*.0.npy"):
+            path.unlink()
+        for worker in job.workers:
+            worker.say("go on")
+        job.results()
+    for name in CASES:
+        for rank in (0, 1):
+            for step in range(HALF, STEPS):
+                assert (folder / f"{name}.{rank}.{step}.0.npy").read_bytes() == before[f"{name}.{rank}.{step}.0.npy"]
+
+
+def test_machines_of_two_processes(tmp_path: Path) -> None:
+    """The root keeps the residual of its machine's sum, each process the momentum of its own gradients."""
+    part(tmp_path, 0, STEPS, 4, 2, EARLY="1")
+    part(tmp_path, 0, HALF, 4, 2, EARLY="1")
+    part(tmp_path, HALF, STEPS, 4, 2, EARLY="1")
+    for name in CASES:
+        assert differing(tmp_path, name, HALF, 4) == []
+
+
+REFUSALS = """
+import bpsx, json, numpy as np
+from bpsx.api import session
+bpsx.init()
+bpsx.declare("x", compression={"compressor": "topk", "k": 5, "ef": "vanilla"})
+bpsx.push_pull(np.ones(50000, np.float32), "x")
+kept = session().compressing
+state = kept.save(["x", "nobody"])
+report(sorted(state))
+def text(given):
+    try:
+        kept.restore(given)
+    except bpsx.ConfigError as e:
+        return str(e)
+report([text({"x": 5}), text({"x": {"worker": "abc"}}), text({"x": {"colour": 1}})])
+for change in ({"codec": "{}"}, {"lengths": [1]}, {"worker": state["x"]["worker"][:-1]}):
+    kept.restore({"x": {**state["x"], **change}})
+    report(float(bpsx.push_pull(np.ones(50000, np.float32), "x").sum()))
+bpsx.shutdown()
+"""
+
+
+def test_what_is_no_state_or_that_of_something_else() -> None:
+    with Job(REFUSALS, 1, 1, env={"BYTEPS_FORCE_DISTRIBUTED": "1"}) as job:
+        names, texts, *sums = job.results()[0]
+        log = job.workers[0].text()
+    assert names == ["x"]
+    for text, said in zip(texts, ("a mapping is needed, not int", "'worker' is a str; allowed are", "'colour' is a int"), strict=True):
+        assert "'x'" in text and said in text
+    assert all(total > 0 for total in sums), "it goes on with what it had"
+    assert log.count("is that of something else, and is not used") == 3

@@ -12,8 +12,11 @@ from bpsx.errors import ConfigError
 Params = Mapping[str, Any] | Callable[[str], Mapping[str, Any] | None] | None
 
 
-def choose(given: Params, names: Iterable[str], verb: str) -> dict[str, _adapter.Compression]:
-    """The compression of each parameter that has one. Raises :class:`ConfigError`, which names parameter, key and value."""
+def choose(given: Params, names: Iterable[str], verb: str, momenta: Mapping[str, float]) -> dict[str, _adapter.Compression]:
+    """The compression of each parameter that has one. ``momenta``: the optimizer's, which is ``mu`` where none is given.
+
+    Raises :class:`ConfigError`, which names parameter, key and value.
+    """
     known = list(names)
     if given is None:
         return {}
@@ -28,5 +31,15 @@ def choose(given: Params, names: Iterable[str], verb: str) -> dict[str, _adapter
         said = dict(given)
     else:
         said = dict.fromkeys(known, given)
-    found = {name: _adapter.compression(params, f"{verb}: compression_params of {name!r}") for name, params in said.items() if params is not None}
+    found = {name: _compression(name, params, verb, momenta) for name, params in said.items() if params is not None}
     return {name: chosen for name, chosen in found.items() if chosen != _adapter.NOT_COMPRESSED}
+
+
+def _compression(name: str, params: Any, verb: str, momenta: Mapping[str, float]) -> _adapter.Compression:
+    what = f"{verb}: compression_params of {name!r}"
+    if isinstance(params, Mapping) and params.get("momentum") and params.get("mu") in (None, "", False):
+        if name not in momenta:
+            raise ConfigError(f"{what}: momentum={params['momentum']!r} without mu: the optimizer has no momentum for this parameter that could be "
+                              "taken over; allowed are numbers between 0 and 1")
+        params = {**params, "mu": momenta[name]}
+    return _adapter.compression(params, what)

@@ -477,12 +477,12 @@ class _CrossBarrier(_DistributedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """As the base class, with what is pending applied."""
         self._apply_pending()
-        return cast("dict[str, Any]", super().state_dict())     # type: ignore[misc]
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the base class; what is pending is applied first."""
         self._apply_pending()
-        super().load_state_dict(state_dict)     # type: ignore[misc]
+        super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As DistributedOptimizer; the new parameters are updated in ``step()`` itself."""

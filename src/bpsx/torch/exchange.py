@@ -93,7 +93,7 @@ class Exchange:
         self.synchronized = False       # every grad holds the average, and backward has added nothing since
         self.implicit = False           # ... because somebody has looked, not because synchronize() was called
         self._compression, self._passes, self._as_dense, self._average = compression or NoneCompressor, passes, sparse_as_dense, average
-        self._choices, self._rate = choices or {}, rate
+        self.choices, self._rate = choices or {}, rate
         self._managed: list[Managed] = []
         self._session: object = None    # in which job the kinds were agreed
         self._begun = False             # backward has run since the last wait
@@ -119,7 +119,7 @@ class Exchange:
             what = f"parameter {name!r}"
             check_tensor(parameter, what)
             summable(parameter, what)
-        _adapter.session().declare(PREFIX + name, self._choices.get(name))
+        _adapter.session().declare(PREFIX + name, self.choices.get(name))
 
     @property
     def under_way(self) -> bool:
@@ -378,13 +378,17 @@ class Exchange:
         own = not is_shared(gradient)
         plain = gradient.detach()       # ours: `grad.data` may be set to other memory meanwhile
         wire, ctx = self._compression.compress(plain if own else plain.clone())
-        chosen = self._choices.get(managed.name)
+        chosen = self.choices.get(managed.name)
         rate = self._rate(parameter) if self._rate is not None and chosen is not None and chosen.ef == "corrected" else 0.0
         handle = submit(wire, wire, managed.wire, average=self._average, priority=managed.priority, rate=rate)
         managed.pushed = Pushed(gradient, handle, ctx, own)
 
     def _push_sparse(self, managed: Managed) -> None:
         gradient = managed.parameter.grad
+        chosen = self.choices.get(managed.name)
+        if chosen is not None and chosen.momentum:
+            raise ConfigError(f"{managed.what}: it is sparse, and is not compressed; compression_params' momentum='nesterov' cannot be added to it: "
+                              "leave that out for this parameter, or give sparse_as_dense=True")
         given = empty_like(managed.parameter, managed.sparse_dim)
         kind = {}
         if gradient is not None and managed.is_sparse():

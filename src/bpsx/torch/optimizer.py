@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,11 +14,13 @@ import torch
 from bpsx import _adapter
 from bpsx._adapter import integer
 from bpsx.errors import ConfigError
+from bpsx.torch import checkpoint
 from bpsx.torch.asynchronous import AsyncExchange
 from bpsx.torch.choices import Params, choose
 from bpsx.torch.compression import Compression, Compressor, check_compression
 from bpsx.torch.eager import eager
-from bpsx.torch.exchange import Exchange, GradientOrderError
+from bpsx.torch.exchange import PREFIX, Exchange, GradientOrderError
+from bpsx.torch.momentum import TakenOver, momentum_of
 
 
 def DistributedOptimizer(  # noqa: N802  (BytePS's name)
@@ -79,12 +81,16 @@ def distribute(
     check_optimizer(optimizer)
     check_options(compression, sparse_as_dense)
     names = names_of(optimizer, named_parameters)
-    choices = choose(compression_params, [name for name, _ in names], "DistributedOptimizer")
+    by_id = {id(p): name for name, p in names}
+    choices = choose(compression_params, [name for name, _ in names], "DistributedOptimizer", momentum_of(optimizer, by_id))
     if choices and compression is not Compression.none:
         raise ConfigError(f"DistributedOptimizer: compression={compression.__name__} and compression_params: give one of them (fp16=True is a "
                           "key of the latter)")
     exchange = _exchange_for(optimizer, names, compression, checked_passes(backward_passes_per_step), sparse_as_dense, average, choices)
-    return mix_in(_DistributedOptimizer, optimizer, exchange)
+    taken_over = TakenOver(optimizer, by_id, choices) if any(c.momentum for c in choices.values()) else None
+    mixed = mix_in(_DistributedOptimizer, optimizer, exchange)
+    cast("_DistributedOptimizer", mixed)._taken_over = taken_over
+    return mixed
 
 
 def check_optimizer(optimizer: Any, verb: str = "DistributedOptimizer") -> None:
@@ -131,6 +137,12 @@ if TYPE_CHECKING:
 
         def add_param_group(self, param_group: dict[str, Any]) -> None:
             raise NotImplementedError
+
+        def state_dict(self) -> dict[str, Any]:
+            raise NotImplementedError
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            raise NotImplementedError
 else:
     _Base = object
 
@@ -140,6 +152,7 @@ class _DistributedOptimizer(_Base):
 
     _exchange: Exchange
     _should_synchronize: bool
+    _taken_over: TakenOver | None = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -204,7 +217,9 @@ class _DistributedOptimizer(_Base):
         elif exchange.under_way:
             raise GradientOrderError("step() inside skip_synchronize() while gradients are under way: call synchronize() first")
         exchange.synchronized = exchange.implicit = False
-        result = super().step()
+        taken_over = self._taken_over if exchange.active else None
+        with taken_over.off(vars(self)["param_groups"]) if taken_over is not None else nullcontext():
+            result = super().step()
         return result if closure is None else loss
 
     @eager
@@ -222,6 +237,31 @@ class _DistributedOptimizer(_Base):
         super().add_param_group(param_group)
         group = len(self.param_groups) - 1
         self._exchange.add([(_default_name(group, i), p) for i, p in enumerate(self.param_groups[group]["params"])])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the base class. With ``compression_params``, under "bpsx", what compression keeps of this worker's gradients, and on worker 0 what the
+        servers keep: about twice, or with momentum three times, the gradients' size. Waits for gradients under way."""
+        found = super().state_dict()
+        wires = self._wires()
+        if wires:
+            found[checkpoint.KEY] = checkpoint.save(wires, self._taken_over)
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the base class. What compression kept goes on only on the worker that has saved it; others begin anew, with a warning, so for the
+        same bits as without an interruption each worker saves and loads a state of its own. Load it on all workers before the next step."""
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
+        wires = self._wires()
+        if checkpoint.KEY in state_dict and wires:
+            checkpoint.load(state_dict[checkpoint.KEY], wires, self._taken_over)
+
+    def _wires(self) -> dict[str, str]:
+        """What compressed gradients are called on the wire, by parameter's name; none of them is under way."""
+        exchange = self._exchange
+        if not exchange.choices or not exchange.active:
+            return {}
+        exchange.look()
+        return {name: PREFIX + name for name in exchange.choices}
 
     # Optimizer.__setstate__ (load_state_dict) would wrap it and so run the user's step hooks twice: the base class's step runs them.
     step.hooked = True  # type: ignore[attr-defined]

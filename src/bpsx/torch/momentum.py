@@ -1,0 +1,113 @@
+"""The optimizer's momentum, where ``compression_params`` has momentum in its place: taken over, and switched off while it steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from bpsx import _adapter
+from bpsx.errors import ConfigError
+
+Groups = list[dict[str, Any]]
+#: Optimizers that add weight decay to the gradient, before momentum.
+_COUPLED = (torch.optim.SGD, torch.optim.RMSprop)
+_WHAT = "DistributedOptimizer: compression_params: momentum='nesterov'"
+
+
+def momentum_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, float]:
+    """By parameter's name (``names``: by id), the momentum that the optimizer has for it, if it has any."""
+    return {names[id(p)]: float(group["momentum"]) for group in optimizer.param_groups if group.get("momentum") for p in group["params"]}
+
+
+class Decayed:
+    """A parameter whose gradient weight decay is added to before the step, as the optimizer would do, and with a momentum of its own if it is asked
+    for: that of the gradient is added before compression, and onebit would lose the decay (as BytePS has it)."""
+
+    def __init__(self, name: str, parameter: torch.Tensor, mu: float | None) -> None:
+        self.name, self._parameter, self._mu = name, parameter, mu
+        self.kept: torch.Tensor | None = None
+
+    def add(self, decay: float, maximize: bool) -> None:
+        """Add ``decay`` times the parameter to its gradient, and with mu: m = mu m + that, gradient += mu m."""
+        gradient, parameter = self._parameter.grad, self._parameter.detach()
+        if gradient is None:
+            return
+        sign = -1.0 if maximize else 1.0        # such an optimizer turns the gradient's sign first
+        gradient.add_(parameter, alpha=sign * decay)
+        if self._mu is not None:
+            if self.kept is None:
+                self.kept = torch.zeros_like(parameter)
+            self.kept.mul_(self._mu).add_(parameter, alpha=decay)
+            gradient.add_(self.kept, alpha=sign * self._mu)
+
+
+class TakenOver:
+    """The momentum of those groups of an optimizer whose gradients get theirs on the way. Not thread-safe."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], choices: Mapping[str, _adapter.Compression]) -> None:
+        self._momenta: dict[int, float] = {}                # by group: what it was
+        self._decayed: dict[int, list[Decayed]] = {}
+        for i, group in enumerate(optimizer.param_groups):
+            chosen = {names[id(p)]: choices.get(names[id(p)]) for p in group["params"]}
+            with_momentum = [name for name, c in chosen.items() if c is not None and c.momentum]
+            if not with_momentum:
+                continue
+            self._check(i, group, [name for name in chosen if name not in with_momentum])
+            self._momenta[i] = float(group.get("momentum") or 0.0)
+            if isinstance(optimizer, _COUPLED) and any(c is not None and c.compressor == "onebit" for c in chosen.values()):
+                self._decayed[i] = [Decayed(name, p, c.mu if c.compressor == "onebit" else None)
+                                    for (name, c), p in zip(chosen.items(), group["params"], strict=True) if c is not None]
+
+    @staticmethod
+    def _check(i: int, group: dict[str, Any], without: list[str]) -> None:
+        if group.get("momentum") and without:
+            raise ConfigError(f"{_WHAT} takes the place of the momentum of group {i} for some of its parameters, and not for "
+                              f"{', '.join(map(repr, without[:5]))}: give all of a group momentum, or none")
+        if group.get("dampening"):
+            raise ConfigError(f"{_WHAT} knows no dampening, and group {i} has dampening={group['dampening']}")
+
+    @contextmanager
+    def off(self, groups: Groups) -> Iterator[None]:
+        """Inside, the optimizer has no momentum of its own in these groups, and what weight decay adds is in the gradients already.
+
+        Raises :class:`ConfigError` if somebody has changed the momentum: what is added to gradients would not follow.
+        """
+        for i, before in self._momenta.items():
+            now = float(dict.get(groups[i], "momentum") or 0.0)
+            if now != before:
+                raise ConfigError(f"the momentum of group {i} is {now}, and was {before} when DistributedOptimizer took it over for "
+                                  "compression_params' momentum='nesterov', which cannot follow: leave it as it is (schedulers: "
+                                  "cycle_momentum=False; checkpoints: of the same momentum)")
+        changed: list[tuple[dict[str, Any], str, Any]] = []
+        try:
+            for i, before in self._momenta.items():
+                if before:
+                    self._set(changed, groups[i], "momentum", 0.0)
+                decay = dict.get(groups[i], "weight_decay")
+                if decay and i in self._decayed:
+                    with torch.no_grad():
+                        for decayed in self._decayed[i]:
+                            decayed.add(float(decay), bool(dict.get(groups[i], "maximize")))
+                    self._set(changed, groups[i], "weight_decay", 0.0)
+            yield
+        finally:
+            for group, key, value in changed:
+                group[key] = value
+
+    @staticmethod
+    def _set(changed: list[tuple[dict[str, Any], str, Any]], group: dict[str, Any], key: str, value: Any) -> None:
+        changed.append((group, key, dict.__getitem__(group, key)))
+        group[key] = value
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The momentum of weight decay, by parameter's name."""
+        return {d.name: d.kept.clone() for found in self._decayed.values() for d in found if d.kept is not None}
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """The other way round. The same on all workers, since weights are."""
+        for found in self._decayed.values():
+            for d in found:
+                d.kept = state[d.name].detach().clone() if d.name in state else None

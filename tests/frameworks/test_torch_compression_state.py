@@ -1,0 +1,248 @@
+"""What belongs to compressed gradients besides the gradients: checkpoints, and the optimizer's own momentum and weight decay.
+
+Functions named ``job_*`` run in the workers.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch_job import Finished, each, run_job
+
+import bpsx.torch as bps
+from bpsx.errors import ConfigError
+
+STEPS, HALF = 8, 4
+NESTEROV = {"momentum": "nesterov"}
+RESUMED: dict[str, dict[str, Any]] = {
+    "onebit": {"compressor": "onebit", "scaling": True, "ef": "vanilla", **NESTEROV},
+    "topk": {"compressor": "topk", "k": 0.05, "ef": "corrected", **NESTEROV},
+    "randomk": {"compressor": "randomk", "k": 0.2, "ef": "sparse", "seed": 5},
+    "dithering": {"compressor": "dithering", "k": 4, "seed": 5, "ef": "vanilla"},
+}
+
+
+def network(width: int = 64) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(32, width), nn.Tanh(), nn.Linear(width, 5))
+
+
+def backward(model: nn.Module, step: int) -> None:
+    rows = torch.randn(16, 32, generator=torch.Generator().manual_seed(1000 * bps.rank() + step))
+    nn.functional.cross_entropy(model(rows), rows[:, :5].argmax(1)).backward()
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, "nesterov": True, **options})
+
+
+def distributed(model: nn.Module, optimizer: torch.optim.Optimizer, prefix: str, params: Any) -> Any:
+    return bps.DistributedOptimizer(optimizer, [(f"{prefix}.{n}", p) for n, p in model.named_parameters()], compression_params=lambda _: params)
+
+
+def _trained(case: str, begin: int, end: int) -> list[torch.Tensor]:
+    """From a checkpoint of this worker's if it does not begin at 0; leaves one at HALF."""
+    folder, rank = Path(os.environ["CHECKPOINTS"]), bps.rank()
+    model = network()
+    momentum = 0.9 if RESUMED[case].get("momentum") else 0.0
+    optimizer = distributed(model, sgd(model, momentum=momentum, nesterov=momentum > 0, weight_decay=0.01), case, RESUMED[case])
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+    if begin:
+        state = torch.load(folder / f"{case}.{rank}.pt", weights_only=True)
+        for what, name in ((model, "model"), (optimizer, "optimizer"), (schedule, "schedule")):
+            what.load_state_dict(state[name])
+    for step in range(begin, end):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+        schedule.step()
+        assert optimizer.param_groups[0]["momentum"] == momentum and optimizer.param_groups[0]["weight_decay"] == 0.01
+        if step + 1 == HALF:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+            torch.save(state, folder / f"{case}.{rank}.pt")
+    return weights(model)
+
+
+def job_whole() -> Any:
+    return {case: _trained(case, 0, STEPS) for case in RESUMED}
+
+
+def job_second_half() -> Any:
+    return {case: _trained(case, HALF, STEPS) for case in RESUMED}
+
+
+def test_a_run_that_was_interrupted_equals_one_that_was_not(tmp_path: Path) -> None:
+    env = {"CHECKPOINTS": str(tmp_path), "BYTEPS_MIN_COMPRESS_BYTES": "1000"}
+    whole = run_job(__file__, ["job_whole"], tmp_path / "whole", **env)
+    resumed = run_job(__file__, ["job_second_half"], tmp_path / "resumed", **env)
+    assert whole.status == resumed.status == 0, whole.output[-3000:] + resumed.output[-3000:]
+    for case in RESUMED:
+        for want, got in zip(each(whole, "job_whole"), each(resumed, "job_second_half"), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(want[case], got[case], strict=True)), case
+    assert "begin anew" not in resumed.output
+    # The same with worker 0's checkpoints everywhere: said, and all hold the same weights.
+    for case in RESUMED:
+        (tmp_path / f"{case}.1.pt").write_bytes((tmp_path / f"{case}.0.pt").read_bytes())
+    shared = run_job(__file__, ["job_second_half"], tmp_path / "shared", **env)
+    assert shared.status == 0 and "are those of worker 0, and begin anew here" in shared.output, shared.output[-3000:]
+    one, two = each(shared, "job_second_half")
+    assert all(torch.equal(a, b) for case in RESUMED for a, b in zip(one[case], two[case], strict=True))
+    assert not torch.equal(one["topk"][0], each(whole, "job_whole")[0]["topk"][0])
+
+
+def _ten_steps(prefix: str, params: Any, width: int = 64, **options: Any) -> list[torch.Tensor]:
+    model = network(width)
+    optimizer = distributed(model, sgd(model, **options), prefix, params)
+    for step in range(10):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    return weights(model)
+
+
+#: Compression that loses nothing, all elements of the only tensor that is large enough, or of none; and the optimizer's options.
+LOSSLESS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "all elements": ({"compressor": "topk", "k": 2048, **NESTEROV}, {}),
+    "too small": ({"compressor": "onebit", **NESTEROV}, {"momentum": 0.8}),
+    "decay, onebit": ({"compressor": "onebit", **NESTEROV}, {"weight_decay": 0.1}),
+    "decay, maximize": ({"compressor": "onebit", **NESTEROV}, {"weight_decay": 0.1, "maximize": True, "lr": 0.01}),
+    "mu given": ({"compressor": "onebit", "mu": 0.5, **NESTEROV}, {"momentum": 0.0, "nesterov": False, "weight_decay": 0.1}),
+}
+
+
+def job_lossless() -> Any:
+    found = {}
+    for case, (params, options) in LOSSLESS.items():
+        options = {"width": 64 if case == "all elements" else 32, **options}
+        alone = {**options, "momentum": 0.5, "nesterov": True} if case == "mu given" else options
+        found[case] = _ten_steps(case, params, **options), _ten_steps(f"plain {case}", None, **alone)
+    return found
+
+
+def job_decay_of_others() -> Any:
+    """Without onebit weight decay has no momentum: what SGD would do with gradients that have theirs already."""
+    with_params = _ten_steps("others", {"compressor": "topk", "k": 2048, "momentum": "nesterov"}, weight_decay=0.1)
+    model, kept = network(), {}
+    optimizer = distributed(model, sgd(model, momentum=0.0, nesterov=False, weight_decay=0.1), "by hand", None)
+    for step in range(10):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.synchronize()
+        for p in model.parameters():
+            assert p.grad is not None
+            kept[p] = 0.9 * kept.get(p, torch.zeros_like(p)) + p.grad
+            p.grad += 0.9 * kept[p]
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    return with_params, weights(model)
+
+
+def _said(act: Any) -> str:
+    try:
+        act()
+    except ConfigError as e:
+        return str(e)
+    return "nothing"
+
+
+def job_refusals() -> Any:
+    onebit = {"compressor": "onebit", **NESTEROV}
+    said = {}
+    model = network()
+    said["no momentum"] = _said(lambda: distributed(model, torch.optim.Adam(model.parameters()), "a", onebit))
+    said["dampening"] = _said(lambda: distributed(model, sgd(model, nesterov=False, dampening=0.5), "b", onebit))
+    said["some"] = _said(lambda: bps.DistributedOptimizer(sgd(model), model.named_parameters(), compression_params={"0.weight": onebit}))
+    said["k"] = _said(lambda: _step(network(), "k", {"compressor": "topk", "k": 2049}))
+    optimizer = _step(model, "d", onebit)
+    optimizer.param_groups[0]["momentum"] = 0.7
+    backward(model, 1)
+    said["changed"] = _said(optimizer.step)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    optimizer.zero_grad()
+    for key, entry in (("entry", 5), ("version", {"version": 99}), ("inside", {"version": 1, "weight_decay": {}, "compression": {"d.0.weight": 3}})):
+        said[key] = _said(lambda entry=entry: optimizer.load_state_dict({**optimizer.state_dict(), "bpsx": entry}))
+    optimizer.load_state_dict({k: v for k, v in optimizer.state_dict().items() if k != "bpsx"})     # of a run without compression
+    embedding = nn.Embedding(500, 16, sparse=True)
+    sparse = bps.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=0.1, momentum=0.9), embedding.named_parameters(),
+                                      compression_params=onebit)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    said["sparse"] = _said(sparse.step)
+    return said
+
+
+def _step(model: nn.Module, prefix: str, params: Any) -> Any:
+    optimizer = distributed(model, sgd(model), prefix, params)
+    backward(model, 0)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    finished = run_job(__file__, ["job_lossless", "job_decay_of_others"], tmp_path_factory.mktemp("job"), 2, BYTEPS_MIN_COMPRESS_BYTES="6000")
+    assert finished.status == 0, finished.output[-5000:]
+    return finished
+
+
+@pytest.mark.parametrize("case", LOSSLESS)
+def test_momentum_before_compression_is_the_optimizers(job: Finished, case: str) -> None:
+    for ours, plain in (r[case] for r in each(job, "job_lossless")):
+        for a, b in zip(ours, plain, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_weight_decay_has_no_momentum_but_with_onebit(job: Finished) -> None:
+    for ours, by_hand in each(job, "job_decay_of_others"):
+        for a, b in zip(ours, by_hand, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    finished = run_job(__file__, ["job_refusals"], tmp_path_factory.mktemp("job"), 2, BYTEPS_MIN_COMPRESS_BYTES="1000")
+    assert finished.status == 0, finished.output[-5000:]
+    return each(finished, "job_refusals")
+
+
+@pytest.mark.parametrize("case, texts", {
+    "no momentum": ("'a.0.weight'", "without mu", "between 0 and 1"),
+    "dampening": ("group 0 has dampening=0.5",),
+    "some": ("group 0", "not for '0.bias', '2.weight', '2.bias'"),
+    "k": ("k=2049", "320 elements", "Gradient.k.2.weight"),
+    "changed": ("group 0 is 0.7, and was 0.9", "cycle_momentum=False"),
+    "entry": ("'bpsx' holds no state",), "version": ("'bpsx' holds no state",), "inside": ("d.0.weight", "a mapping is needed, not int"),
+    "sparse": ("'weight'", "sparse_as_dense=True"),
+}.items(), ids=lambda v: v if isinstance(v, str) else "")
+def test_refusals(refusals: list[dict[str, str]], case: str, texts: tuple[str, ...]) -> None:
+    for said in refusals:
+        assert all(text in said[case] for text in texts), said[case]
+
+
+def job_alone() -> Any:
+    return _ten_steps("ours", {"compressor": "onebit", **NESTEROV}, weight_decay=0.1), _alone()
+
+
+def _alone() -> list[torch.Tensor]:
+    model = network()
+    optimizer = sgd(model, weight_decay=0.1)
+    for step in range(10):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    return weights(model)
+
+
+def test_a_single_worker_trains_as_without_bpsx(tmp_path: Path) -> None:
+    finished = run_job(__file__, ["job_alone"], tmp_path, 1, 0)
+    assert finished.status == 0, finished.output[-3000:]
+    (ours, plain), = each(finished, "job_alone")
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
