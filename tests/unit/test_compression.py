@@ -80,11 +80,11 @@ def test_what_becomes_of_small_tensors_and_other_types() -> None:
     small = effective(halves, "float32", 99, 100)
     assert small is not None and small.compressor == "half" and small is effective(halves, "float64", 0, 100)
     assert effective(halves, "float16", 99, 100) is None and effective(compression({"fp16": True}), "bfloat16", 10**6, 0) is None
-    check_fits(compression({"compressor": "topk", "k": 25}), "float32", 100, "'w'")
+    check_fits(compression({"compressor": "topk", "k": 25}), "float32", 100, "'w'", 4096)
     with pytest.raises(ConfigError, match="'w': k=26 is more than the 25 elements"):
-        check_fits(compression({"compressor": "randomk", "k": 26}), "float32", 100, "'w'")
+        check_fits(compression({"compressor": "randomk", "k": 26}), "float32", 100, "'w'", 4096)
     with pytest.raises(ConfigError, match="'w': .*int32.*float32"):
-        check_fits(chosen, "int32", 100, "'w'")
+        check_fits(chosen, "int32", 100, "'w'", 4096)
 
 
 def test_streams_of_names_and_partitions_differ() -> None:
