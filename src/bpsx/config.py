@@ -115,7 +115,7 @@ OPTIONS: tuple[Option, ...] = (
            "Tensors smaller than this are not compressed. The same on all workers.", _TUNE),
     Option("compress_threads", "BYTEPS_THREADPOOL_SIZE", integer(1, 64), _default_compressors, "1..64",
            "Threads of a worker that compress. Default: half of the cores, 1 to 4.", _TUNE),
-    Option("compressors", "BPSX_COMPRESSORS", modules, (), "Python modules, comma separated",
+    Option("compressors", "BPSX_COMPRESSORS", modules, "", "names of Python modules, comma separated",
            "Compressors from outside the package: workers and servers import these when they start. The same on all. See docs/compressors.md.",
            _TUNE),
     Option("keep_memory", "BPSX_KEEP_MEMORY_MB", integer(0, 2**20), 256, "MiB; 0: leave malloc alone",
@@ -467,4 +467,4 @@ def reference() -> str:
 
 
 def _plain(default: Any) -> str:
-    return str(int(default)) if isinstance(default, bool) else str(default or "unset") if isinstance(default, str | tuple) else str(default)
+    return str(int(default)) if isinstance(default, bool) else str(default) or "unset"

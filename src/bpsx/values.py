@@ -49,12 +49,12 @@ def flag(text: str) -> bool:
         raise ValueError from None
 
 
-def modules(text: str) -> tuple[str, ...]:
-    """Names of Python modules, separated by commas; each once."""
+def modules(text: str) -> str:
+    """Names of Python modules, separated by commas and nothing else."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not all(part.isidentifier() for name in names for part in name.split(".")):
         raise ValueError
-    return tuple(dict.fromkeys(names))
+    return ",".join(names)
 
 
 def host_port(text: str) -> tuple[str, int]:

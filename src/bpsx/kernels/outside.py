@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
 
 from bpsx.errors import ConfigError
 
 
-def import_compressors(modules: Iterable[str]) -> None:
-    """Import those that have not been imported yet. Their code is run: who sets the variable decides what a worker or server does.
+def import_compressors(modules: str) -> None:
+    """Import those named, separated by commas, that have not been imported yet. Their code is run: who sets the variable decides what a worker or server does.
 
     Raises :class:`~bpsx.errors.ConfigError`, which names option, module and cause.
     """
-    for module in modules:
+    for module in filter(None, modules.split(",")):
         try:
             importlib.import_module(module)
         except (Exception, SystemExit) as error:
