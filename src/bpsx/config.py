@@ -116,7 +116,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("compress_threads", "BYTEPS_THREADPOOL_SIZE", integer(1, 64), _default_compressors, "1..64",
            "Threads of a worker that compress. Default: half of the cores, 1 to 4.", _TUNE),
     Option("compressors", "BPSX_COMPRESSORS", modules, "", "names of Python modules, comma separated",
-           "Compressors from outside the package: workers and servers import these when they start. The same on all. See docs/compressors.md.",
+           "Compressors from outside the package: workers and servers import these when they start. The same on all. See CONTRIBUTING.md.",
            _TUNE),
     Option("keep_memory", "BPSX_KEEP_MEMORY_MB", integer(0, 2**20), 256, "MiB; 0: leave malloc alone",
            "Let malloc keep this much freed memory instead of returning it: fresh pages for every message cost a fifth of the rate.", _TUNE),

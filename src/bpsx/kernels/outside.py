@@ -8,7 +8,7 @@ from bpsx.errors import ConfigError
 
 
 def import_compressors(modules: str) -> None:
-    """Import those named, separated by commas, that have not been imported yet. Their code is run: who sets the variable decides what a worker or server does.
+    """Import those named, separated by commas. Their code is run: who sets the variable decides what a worker or server does.
 
     Raises :class:`~bpsx.errors.ConfigError`, which names option, module and cause.
     """
