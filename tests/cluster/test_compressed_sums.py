@@ -203,3 +203,23 @@ def test_what_travels_is_small(outputs: tuple[int, Path, list[list[Any]]]) -> No
         for _, nbytes in sent:
             most = {"half": 2.0, "onebit": 1 / 8, "topk": 0.2, "randomk": 0.5, "dithering": 0.8}[name.split()[0]]
             assert nbytes < STEPS * (n * most + 3 * 200) + 2000, (name, nbytes)
+
+
+def test_a_k_larger_than_the_tensor_is_refused_by_name() -> None:
+    """By the push, on each worker, before anything is sent; another tensor of that name may be larger, or too small to be compressed."""
+    found = run("""
+        import bpsx, numpy as np
+        bpsx.init()
+        for name in ("topk", "randomk"):
+            bpsx.declare(name, compression={"compressor": name, "k": np.int64(1001)})
+            try:
+                bpsx.push_pull(np.ones(1000, np.float32), name)
+            except ValueError as error:
+                report([type(error).__name__, str(error)])
+            report([name, float(bpsx.push_pull(np.ones(1001, np.float32), name)[0])])
+            report([name, float(bpsx.push_pull(np.ones(10, np.float32), name)[0])])
+        bpsx.shutdown()
+    """, 2, 1, env={"BYTEPS_MIN_COMPRESS_BYTES": "1000"})
+    for got in found:
+        assert got == [said for name in ("topk", "randomk") for said in
+                       (["ConfigError", f"'{name}': k=1001 is more than the 1000 elements of the tensor"], [name, 1.0], [name, 1.0])]
