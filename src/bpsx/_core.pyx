@@ -489,11 +489,10 @@ cdef class Core:
         cdef int status = <int>handle.task.status
         if self.c.failed and self.c.failed == status:
             self.told = True
-        detail = handle.failure
-        if detail is None and handle.tensor is not None:
-            detail = handle.tensor.failure
+        detail = handle.failure if handle.failure is not None or handle.tensor is None else handle.tensor.failure
         if detail is None and self.c.failed == status:
             detail = self.failure
         if detail is None:
-            detail = errors.explain(status, handle.name, handle.task.detail_a, handle.task.detail_b)
+            detail = errors.explain(status, handle.name, handle.task.detail_a, handle.task.detail_b,
+                                    "" if handle.tensor is None else handle.tensor.codec.decode())
         return errors.from_status(status, detail)

@@ -14,7 +14,9 @@ from bpsx.compression import FLOATS, NONE, Compression, Momentum, check_fits, ef
 from bpsx.config import Config
 from bpsx.dtypes import BY_CODE
 from bpsx.errors import BpsxError, ConfigError
+from bpsx.kernels.outside import import_compressors
 from bpsx.neighbourhood import Neighbourhood
+from bpsx.partitioner import whole_pages
 from bpsx.pipeline import Place, stages_for
 from bpsx.saving import Saved, check_saved, put, take, until_idle
 
@@ -29,9 +31,13 @@ class Remembered(NamedTuple):
 
 
 class Compressing:
-    """Of one session, under whose lock :meth:`declare` and :meth:`tensor` are called; the rest may be called from any thread."""
+    """Of one session, under whose lock :meth:`declare` and :meth:`tensor` are called; the rest may be called from any thread.
+
+    Raises :class:`~bpsx.errors.ConfigError` on construction for compressors that cannot be imported.
+    """
 
     def __init__(self, config: Config, near: Neighbourhood, remembered: Remembered | None = None) -> None:
+        import_compressors(config.compressors)
         self._config, self._near = config, near
         self._of: dict[str, Compression] = dict(remembered.compressions) if remembered else {}
         self._momenta: dict[tuple[str, int, int], Momentum] = {}
@@ -83,7 +89,7 @@ class Compressing:
 
         It is compiled here, in the caller's thread, and not in the one that hears the scheduler.
         """
-        check_fits(used, BY_CODE[dtype].name, nbytes, repr(name))
+        check_fits(used, BY_CODE[dtype].name, nbytes, repr(name), whole_pages(self._config.partition_bytes))
         if self._config.distributed and self._near.has_lanes:
             warm(used, BY_CODE[dtype].name)
 
@@ -94,7 +100,7 @@ class Compressing:
         codec = used if self._near.has_lanes else None
         stages = stages_for("cpu", codec is not None, self._near.place)
         if codec is None:
-            return Tensor(name, dtype, parts, stages, generation)
+            return Tensor(name, dtype, parts, stages, generation, "" if used is None else used.text())
         self.core.open_pool(self._config.compress_threads)
         if self._near.place is not Place.DIRECT:    # each process has added it to its own share
             codec = replace(codec, momentum="")

@@ -16,10 +16,20 @@ import numpy as np
 
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import ConfigError
-from bpsx.kernels.codecs import COMPRESSORS, N_OPTIONS, Codec, checked_choice, checked_flag, codec, load_codec, load_conversion, load_momentum
+from bpsx.kernels.codecs import (
+    ALIKE,
+    COMMON,
+    COMPRESSORS,
+    Codec,
+    checked_choice,
+    checked_flag,
+    checked_number,
+    codec,
+    load_codec,
+    load_conversion,
+    load_momentum,
+)
 
-#: Keys that are no codec's own.
-_COMMON = ("compressor", "ef", "momentum", "mu", "seed", "fp16")
 _MASK = 2**64 - 1
 DEFAULT_MU = 0.9
 #: Element types that can be compressed.
@@ -80,7 +90,7 @@ def _checked(given: dict[str, Any]) -> Compression:
 
 
 def _check_keys(given: dict[str, Any], known: Codec | None) -> None:
-    every = {*_COMMON, *(known.keys if known else ())}
+    every = {*COMMON, *(known.keys if known else ())}
     for key, value in given.items():
         if not isinstance(key, str):
             raise ConfigError(f"{key!r} is no key: allowed are {', '.join(sorted(every))}")
@@ -101,15 +111,17 @@ def _check_keys(given: dict[str, Any], known: Codec | None) -> None:
 
 
 def _factor(mu: Any) -> float:
-    if isinstance(mu, bool) or not isinstance(mu, (int, float)) or not 0 < mu < 1:
+    number = checked_number(mu)
+    if number is None or not 0 < number < 1:
         raise ConfigError(f"mu={mu!r}: allowed are numbers between 0 and 1")
-    return float(mu)
+    return float(number)
 
 
 def _seed(seed: Any) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= _MASK:
+    number = checked_number(seed)
+    if not isinstance(number, int) or not 0 <= number <= _MASK:
         raise ConfigError(f"seed={seed!r}: allowed are integers from 0 to {_MASK}")
-    return seed
+    return number
 
 
 def warm(given: Compression, dtype: str) -> None:
@@ -139,13 +151,25 @@ def effective(given: Compression, dtype: str, nbytes: int, least: int) -> Compre
 _HALF = Compression("half")
 
 
-def check_fits(given: Compression, dtype: str, nbytes: int, what: str) -> None:
-    """Raise :class:`~bpsx.errors.ConfigError` if a tensor of so many bytes of ``dtype`` cannot be compressed like that; ``what`` says whose it is."""
+def check_fits(given: Compression, dtype: str, nbytes: int, what: str, partition_bytes: int) -> None:
+    """Raise :class:`~bpsx.errors.ConfigError` if a tensor of so many bytes of ``dtype``, in partitions of at most ``partition_bytes``, cannot be
+    compressed like that; ``what`` says whose it is."""
     if dtype not in FLOATS:
         raise ConfigError(f"{what}: compressor={given.compressor!r}: elements of {dtype} cannot be compressed; allowed: {', '.join(FLOATS)}")
     n, k = nbytes // BY_NAME[dtype].itemsize, dict(given.options).get("k")
     if isinstance(k, int) and given.compressor in ("topk", "randomk") and k > n:
         raise ConfigError(f"{what}: k={k} is more than the {n} elements of the tensor")
+    try:
+        _check_count(given, min(nbytes, partition_bytes) // BY_NAME[dtype].itemsize)
+    except ConfigError as e:
+        raise ConfigError(f"{what}: {e}; BYTEPS_PARTITION_BYTES={partition_bytes} must be less") from None
+
+
+def _check_count(given: Compression, n: int) -> None:
+    """Whether a partition may have so many elements."""
+    too_many = codec(given.compressor).too_many
+    if n >= too_many:
+        raise ConfigError(f"compressor={given.compressor!r}: a partition of {n} elements: at most {too_many - 1} are possible")
 
 
 class Made(NamedTuple):
@@ -164,6 +188,8 @@ class Made(NamedTuple):
     momentum: bool
     mu: float
     corrected: bool
+    counted: bool
+    sparse: bool
     owners: tuple[object, ...]
 
 
@@ -201,13 +227,17 @@ def make(given: Compression, dtype: str, nbytes: int, which: int, sender: int | 
     used, n = codec(given.compressor), nbytes // BY_NAME[dtype].itemsize
     wide = "float64" if dtype == "float64" else "float32"
     residual, momentum = bool(given.ef), bool(given.momentum) and sender is not None
+    _check_count(given, n)
     compiled = load_codec(given.compressor, wide, residual, momentum)
     conversion = load_conversion(dtype if sender is not None else wide)
     numbers = used.numbers(dict(given.options))
+    if len(numbers) > ALIKE:
+        raise ConfigError(f"compressor={given.compressor!r} makes {len(numbers)} numbers of its options: at most {ALIKE} are possible")
     seed = mix(given.seed, which, *([0 if sender is None else sender + 1] if used.own_noise else []))
-    options = [*numbers, *[0] * (N_OPTIONS - 1 - len(numbers)), seed - 2**64 if seed >= 2**63 else seed]
+    options = [*numbers, *[0] * (ALIKE - len(numbers)), 0, seed - 2**64 if seed >= 2**63 else seed]
     return Made(compiled.encode, compiled.decode, conversion[0], conversion[1], BY_NAME[wide].itemsize, n, used.capacity(n, numbers),
-                used.scratch(n, numbers), options, residual, momentum, given.mu, given.ef == "corrected", (compiled, conversion))
+                used.scratch(n, numbers), options, residual, momentum, given.mu, given.ef == "corrected", used.counted,
+                given.ef == "sparse" and sender is None, (compiled, conversion))
 
 
 def mix(*numbers: int) -> int:

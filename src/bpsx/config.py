@@ -17,7 +17,7 @@ from typing import Any
 
 from bpsx import secret
 from bpsx.errors import ConfigError
-from bpsx.values import FLAG, blacklist, choice, cpu_lists, flag, host_port, integer, number
+from bpsx.values import FLAG, blacklist, choice, cpu_lists, flag, host_port, integer, modules, number
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,9 @@ OPTIONS: tuple[Option, ...] = (
            "Tensors smaller than this are not compressed. The same on all workers.", _TUNE),
     Option("compress_threads", "BYTEPS_THREADPOOL_SIZE", integer(1, 64), _default_compressors, "1..64",
            "Threads of a worker that compress. Default: half of the cores, 1 to 4.", _TUNE),
+    Option("compressors", "BPSX_COMPRESSORS", modules, "", "names of Python modules, comma separated",
+           "Compressors from outside the package: workers and servers import these when they start. The same on all. See CONTRIBUTING.md.",
+           _TUNE),
     Option("keep_memory", "BPSX_KEEP_MEMORY_MB", integer(0, 2**20), 256, "MiB; 0: leave malloc alone",
            "Let malloc keep this much freed memory instead of returning it: fresh pages for every message cost a fifth of the rate.", _TUNE),
     Option("rendezvous_timeout", "BPSX_RENDEZVOUS_TIMEOUT", number(0.1), 300.0, "seconds",

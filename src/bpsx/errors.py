@@ -80,6 +80,7 @@ STATUS: dict[int, tuple[type[BpsxError], str]] = {
     -9: (JoinedError, "a worker that is needed has called join()"),
     -10: (KernelError, "the code that sums this element type could not be loaded; the log of this machine's largest local rank says why"),
     -11: (ProtocolError, "what was compressed does not decode"),
+    -12: (ConfigError, "a server does not know how this tensor is compressed"),
 }
 
 
@@ -89,14 +90,17 @@ def from_status(status: int, detail: str = "") -> BpsxError:
     return kind(detail or text)
 
 
-def explain(status: int, name: str, rank_a: int, rank_b: int) -> str:
-    """What a failed round of tensor ``name`` means; the ranks come with the server's refusal."""
+def explain(status: int, name: str, rank_a: int, rank_b: int, codec: str = "") -> str:
+    """What a failed round of tensor ``name`` means; the ranks come with the server's refusal. ``codec``: how it is compressed."""
     kind, text = STATUS[status]
     if kind is MismatchError:
         return (f"tensor {name!r}: workers {rank_a} and {rank_b} asked for different operations in the same round "
                 "(sum, average or broadcast, another root or another learning rate); all workers must call the same one")
     if status == -11:
         return f"tensor {name!r}: what worker {rank_a} has compressed does not decode"
+    if kind is ConfigError:
+        return (f"tensor {name!r}: a server does not know its compression {codec}: BPSX_COMPRESSORS must name the module of a compressor from "
+                "outside bpsx on servers as on workers, and both must have the same version of it; the server's log says more")
     if kind is PeerLeftError:
         return (f"tensor {name!r}: worker {rank_a} has left the job without pushing it, so it can never be complete "
                 "(whose batches run out earlier calls join(): docs/uneven-and-elastic.md)")

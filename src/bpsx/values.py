@@ -49,6 +49,14 @@ def flag(text: str) -> bool:
         raise ValueError from None
 
 
+def modules(text: str) -> str:
+    """Names of Python modules, separated by commas and nothing else."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not all(part.isidentifier() for name in names for part in name.split(".")):
+        raise ValueError
+    return ",".join(names)
+
+
 def host_port(text: str) -> tuple[str, int]:
     """``port`` or ``host:port``, an IPv6 host in brackets; loopback without a host."""
     host, _, port = text.rpartition(":")

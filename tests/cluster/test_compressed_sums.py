@@ -77,6 +77,15 @@ def oracle(given: Compression, which: int, sender: int | None, n: int, wide: str
                      lambda w, n: reference_dithering.decode(w, n, k, natural, wide), n, wide)
 
 
+def _places(given: Compression, name: str, part: int, server: Reference) -> list[int] | None:
+    """Where the server's residual is added and cleared in the round to come, if that is not everywhere: all push the same places."""
+    if given.ef != "sparse":
+        return None
+    n = len(server.residual)
+    count = reference.amount(n, dict(given.options)["k"])
+    return reference.randomk_places(mix(given.seed, stream(name.encode(), part)), server.counter + 1, n, count)
+
+
 def as_wide(values: np.ndarray) -> np.ndarray:
     return values if values.dtype == np.float64 else values.astype(np.float32)
 
@@ -102,7 +111,8 @@ def expected(name: str, dtype: str, n: int, params: dict[str, Any], average: boo
                                            span.stop - span.start) for r in range(workers)), np.zeros(span.stop - span.start, wide))
             if average:
                 total /= total.dtype.type(workers)
-            out[span] = theirs[i].decode(theirs[i].encode(total, residual=bool(given.ef), factor=factor), span.stop - span.start)
+            out[span] = theirs[i].decode(theirs[i].encode(total, residual=bool(given.ef), factor=factor, only=_places(given, name, i, theirs[i])),
+                                         span.stop - span.start)
         found.append(out.astype(np.float32) if dtype == "bfloat16" else out)
     return found
 
@@ -131,9 +141,85 @@ def test_sums_are_the_oracles(outputs: tuple[int, Path, list[list[Any]]], case: 
             assert (got[0] == want).all(), (step, (got[0] != want).sum())
 
 
+UNEVEN = """
+import bpsx, json, numpy as np, os
+bpsx.init()
+r = bpsx.rank()
+names = json.loads(os.environ["NAMES"])
+for name, params in names.items():
+    bpsx.declare(name, compression=params)
+rngs = {name: np.random.default_rng([len(name), r]) for name in names}
+for alone in (0, 2, 0, 3):                          # so many steps more than worker 0 takes worker 1; then they meet
+    for step in range(2 + alone * r):
+        for name, rng in rngs.items():
+            report(bpsx.push_pull(rng.integers(-64, 64, 999).astype(np.float32), name, average=False).tolist())
+    bpsx.join()
+bpsx.shutdown()
+"""
+
+
+def test_randomks_counts_part_with_join_and_meet_again() -> None:
+    """Worker 1 pushes more often than worker 0. In the round after, their places differ: the answer has the places of the larger count and, with
+    error feedback, all that is elsewhere stays in the residual. From the next round on both have that count: the sum is nowhere but at its places.
+    """
+    names = {"none": {"compressor": "randomk", "k": 0.1}, "vanilla!": {"compressor": "randomk", "k": 0.1, "ef": "vanilla"},
+             "sparse feedback": {"compressor": "randomk", "k": 0.1, "ef": "sparse", "seed": 5}}
+    env = {"NAMES": json.dumps(names), "BYTEPS_MIN_COMPRESS_BYTES": "1"}
+    got = [iter(g) for g in run(UNEVEN, 2, 1, env=env)]
+    draws = {name: [np.random.default_rng([len(name), rank]) for rank in (0, 1)] for name in names}
+    seeds = {name: mix(params.get("seed", 0), stream(name.encode(), 0)) for name, params in names.items()}
+
+    def coder(name: str) -> Reference:
+        seed, kept = seeds[name], "ef" in names[name]
+        return Reference(lambda p, c: reference.randomk_encode(p, c, seed, 0.1, kept), lambda w, n: reference.randomk_decode(w, n, seed, 0.1), 999)
+
+    workers, servers = {name: [coder(name), coder(name)] for name in names}, {name: coder(name) for name in names}
+    differed, left = 0, 0.0
+    for alone in (0, 2, 0, 3):
+        for step in range(2 + alone):
+            here = [0, 1] if step < 2 else [1]
+            for name, params in names.items():
+                total, server = np.zeros(999, np.float32), servers[name]
+                for rank in here:
+                    given = draws[name][rank].integers(-64, 64, 999).astype(np.float32)
+                    total += server.decode(workers[name][rank].encode(given, residual="ef" in params), 999)
+                counts = {workers[name][rank].counter for rank in here}
+                differed += len(counts) > 1
+                server.counter = max(counts) - 1
+                answer = server.decode(server.encode(total, residual="ef" in params), 999)
+                if "ef" in params:
+                    left = max(left, float(abs(server.residual).max()))
+                else:
+                    assert len(counts) > 1 or (answer == total).all(), "with one count nothing is lost on the way back"
+                for rank in here:
+                    workers[name][rank].counter = max(counts)
+                    assert next(got[rank]) == answer.tolist(), (name, alone, step, rank)
+    assert differed == 3 and left > 0 and all(next(g, None) is None for g in got)
+
+
 def test_what_travels_is_small(outputs: tuple[int, Path, list[list[Any]]]) -> None:
     workers, _, reports = outputs
     for (name, _, n, _, _), *sent in zip(CASES, *reports, strict=True):
         for _, nbytes in sent:
             most = {"half": 2.0, "onebit": 1 / 8, "topk": 0.2, "randomk": 0.5, "dithering": 0.8}[name.split()[0]]
             assert nbytes < STEPS * (n * most + 3 * 200) + 2000, (name, nbytes)
+
+
+def test_a_k_larger_than_the_tensor_is_refused_by_name() -> None:
+    """By the push, on each worker, before anything is sent; another tensor of that name may be larger, or too small to be compressed."""
+    found = run("""
+        import bpsx, numpy as np
+        bpsx.init()
+        for name in ("topk", "randomk"):
+            bpsx.declare(name, compression={"compressor": name, "k": np.int64(1001)})
+            try:
+                bpsx.push_pull(np.ones(1000, np.float32), name)
+            except ValueError as error:
+                report([type(error).__name__, str(error)])
+            report([name, float(bpsx.push_pull(np.ones(1001, np.float32), name)[0])])
+            report([name, float(bpsx.push_pull(np.ones(10, np.float32), name)[0])])
+        bpsx.shutdown()
+    """, 2, 1, env={"BYTEPS_MIN_COMPRESS_BYTES": "1000"})
+    for got in found:
+        assert got == [said for name in ("topk", "randomk") for said in
+                       (["ConfigError", f"'{name}': k=1001 is more than the 1000 elements of the tensor"], [name, 1.0], [name, 1.0])]

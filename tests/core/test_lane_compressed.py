@@ -16,7 +16,7 @@ from bpsx.kernels import reference, reference_dithering
 from core.test_lane import Rig
 
 PACKED = 16
-E_CODEC, E_MISMATCH = 11, 2
+E_CODEC, E_COMPRESSOR, E_MISMATCH, E_PROTOCOL = 11, 12, 2, 5
 N = 1000
 G = (np.arange(N) % 37 - 18).astype(np.float32)
 SEED = mix(0, stream(b"name", 100))      # the key's number in its tensor
@@ -114,6 +114,27 @@ def test_the_lane_survives_any_bytes(name: str, changes: list[tuple[int, int]], 
         r.close()
 
 
+@pytest.mark.parametrize("ef", ["", "vanilla", "sparse"])
+def test_randomks_answer_has_the_counter_of_the_pushes(rig, ef: str) -> None:
+    """Also after a round that failed, and after a worker's own count has gone on; of two counters the larger one. Residuals keep the rest."""
+    r, params = rig(), {"compressor": "randomk", "k": 0.05, "ef": ef}
+    register(r, 0, params)
+    kept = np.zeros(N, np.float32)
+    for round_, counters in enumerate([(1, 1), (5, 5), (9, 7), (10, 10), (2**64 - 1, 3), (11, 11)]):
+        total = kept if ef else np.zeros(N, np.float32)
+        for rank, counter in enumerate(counters):
+            wire = reference.randomk_encode(G, counter, signed(SEED), 0.05, bool(ef))
+            total = total + reference.randomk_decode(wire, N, signed(SEED), 0.05)
+            r.push(rank, 0, wire, flags=PACKED, round_=2 * round_)
+        want = reference.randomk_encode(total, max(counters), signed(SEED), 0.05, bool(ef))
+        assert [a.body for a in answers(r)] == [want, want], counters
+        kept = total - reference.randomk_decode(want, N, signed(SEED), 0.05)
+        assert (len(set(counters)) == 1) or kept.any()
+        for rank in (0, 1):
+            r.push(rank, 0, b"123", flags=PACKED, round_=2 * round_ + 1)
+        assert {a.divisor for a in answers(r)} == {E_CODEC}
+
+
 def test_the_learning_rate_must_be_one(rig) -> None:
     r = rig()
     register(r, 0, {"compressor": "onebit", "ef": "corrected"})
@@ -134,8 +155,10 @@ def test_what_is_not_announced_is_refused(rig) -> None:
     register(r, 3, b"\xff\xfe{")
     register(r, 4, CODECS["topk"][0], "int32")
     wire = CODECS["onebit"][1]
-    for slot, data, flags in ((0, G.tobytes(), 0), (0, wire, 0), (1, wire, PACKED), (2, wire, PACKED), (3, wire, PACKED), (4, wire, PACKED)):
+    for slot, data, flags in ((0, G.tobytes(), 0), (0, wire, 0), (1, wire, PACKED), (2, wire, PACKED), (3, wire, PACKED), (4, wire, PACKED),
+                              (2, G.tobytes(), 0), (2, G.tobytes(), w.BROADCAST)):
         r.push(0, slot, data, flags=flags, dtype="int32" if slot == 4 else "float32")
-        assert r.take(0)[0].kind == w.ERROR, slot
-    assert any("gzip" in line for line in r.log)
+        answer = r.take(0)[0]
+        assert (answer.kind, answer.divisor) == (w.ERROR, E_COMPRESSOR if slot >= 2 else E_PROTOCOL), slot
+    assert [line for line in r.log if "gzip" in line and "BPSX_COMPRESSORS" in line]
     round_is_right(r, 0, wire, 0)

@@ -59,11 +59,29 @@ def job_train() -> Any:
     return {case: _trained(case) for case in PARAMS}
 
 
+def job_too_many() -> Any:
+    """A k that one tensor has and another has not."""
+    model = network()
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.2), [(f"many.{n}", p) for n, p in model.named_parameters()],
+                                         compression_params=lambda name: {"compressor": "topk", "k": 2049 if name == "many.0.weight" else 320})
+    rows, classes = batch(0, bps.rank())
+    try:
+        nn.functional.cross_entropy(model(rows), classes).backward()
+    except ValueError as error:
+        return str(error)
+    optimizer.step()
+    return "no error"
+
+
 @pytest.fixture(scope="module", params=[2, 4], ids="{} workers".format)
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    finished = run_job(__file__, ["job_train"], tmp_path_factory.mktemp("job"), request.param, BYTEPS_MIN_COMPRESS_BYTES="1000")
+    finished = run_job(__file__, ["job_train", "job_too_many"], tmp_path_factory.mktemp("job"), request.param, BYTEPS_MIN_COMPRESS_BYTES="1000")
     assert finished.status == 0, finished.output[-5000:]
     return finished
+
+
+def test_a_k_larger_than_a_gradient_is_refused_by_name(job: Finished) -> None:
+    assert all("many.0.weight" in text and "k=2049 is more than the 2048 elements" in text for text in each(job, "job_too_many"))
 
 
 @pytest.mark.parametrize("case", PARAMS)

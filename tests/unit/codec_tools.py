@@ -8,7 +8,7 @@ import mmap
 import numpy as np
 from hypothesis import strategies as st
 
-from bpsx.kernels.codecs import N_OPTIONS, N_STATE, SLACK, codec, load_codec
+from bpsx.kernels.codecs import ALIKE, N_STATE, SLACK, codec, load_codec
 
 _ENCODE = C.CFUNCTYPE(C.c_int64, *[C.c_void_p] * 7, C.c_int64, C.c_uint64, C.c_double, C.c_double)
 _DECODE = C.CFUNCTYPE(C.c_int64, C.c_void_p, C.c_int64, *[C.c_void_p] * 3, C.c_int64, C.c_int64)
@@ -54,8 +54,8 @@ class Coder:
                  residual: bool = False, momentum: bool = False, seed: int = 1) -> None:
         made = codec(name)
         numbers = made.numbers(made.options(options))
-        assert len(numbers) < N_OPTIONS
-        self.options = np.array([*numbers, *[0] * (N_OPTIONS - 1 - len(numbers)), seed], np.int64)
+        assert len(numbers) <= ALIKE
+        self.options = np.array([*numbers, *[0] * (ALIKE - len(numbers)), 0, seed], np.int64)
         self._compiled = load_codec(name, wide, residual, momentum)
         self._encode, self._decode = _ENCODE(self._compiled.encode), _DECODE(self._compiled.decode)
         self.n, self.wide, self.counter = n, wide, 0

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bpsx.kernels.codecs import ALIKE
 from bpsx.kernels.reference import GAMMA, Reference, amount, randomk_decode, randomk_encode, randomk_places, splitmix64
 from unit.codec_tools import Coder, corrupt, gradient, kinds, same, sizes, wides
 
@@ -52,6 +53,51 @@ def test_an_overflow_that_is_not_sent(residual, momentum, at):
     assert np.isnan(values[0]) == (residual or momentum) and np.isfinite(values[1:]).all()
     assert not coder.residual.any() and not coder.momentum.any()
     assert at not in places
+
+
+def _servers(n: int, k: float, wide: str, seed: int) -> list[Coder]:
+    """Two servers' encoders with a residual: vanilla, and sparse in a round whose pushes all had one counter."""
+    vanilla, sparse = (Coder("randomk", {"k": k}, n, wide, residual=True, seed=seed) for _ in range(2))
+    sparse.options[ALIKE] = 1
+    return [vanilla, sparse]
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=sizes, k=ks, wide=wides, kind=st.lists(kinds, min_size=1, max_size=4), seed=seeds)
+def test_sparse_is_vanilla_where_all_push_the_same_places(n, k, wide, kind, seed):
+    """The bytes and the residual, and the oracle's. Before that a round whose counters differed has left something in the residuals."""
+    vanilla, sparse = _servers(n, k, wide, seed)
+    slow = Reference(lambda p, counter: randomk_encode(p, counter, seed, k, True), lambda wire, n: randomk_decode(wire, n, seed, k, wide), n, wide)
+    rest = gradient("normal", n, wide, seed % 1000)
+    vanilla.residual[:] = sparse.residual[:] = slow.residual = rest.copy()
+    workers = [Coder("randomk", {"k": k}, n, wide, seed=seed) for _ in range(2)]
+    for i, what in enumerate(kind):
+        total = np.zeros(n, wide)
+        for rank, worker in enumerate(workers):
+            total = worker.decode(worker.encode(gradient(what, n, wide, seed % 1000 + 2 * i + rank)), add_to=total)
+        with np.errstate(all="ignore"):
+            want = slow.encode(total, residual=True, only=randomk_places(seed, i + 1, n, amount(n, k)))
+        wires = [coder.encode(total) for coder in (vanilla, sparse)]
+        assert all(wire[:8] == want[:8] and same(np.frombuffer(wire[8:], wide), np.frombuffer(want[8:], wide)) for wire in wires)
+        assert np.array_equal(vanilla.residual, sparse.residual) and same(sparse.residual, slow.residual)
+
+
+def test_sparse_looks_at_its_places_only():
+    """What lies elsewhere in sum and residual is neither added nor changed, an infinity included."""
+    n, k = 5000, 50
+    _, sparse = _servers(n, k, "float32", 3)
+    g, before = gradient("normal", n, "float32", 1), gradient("normal", n, "float32", 2)
+    places = randomk_places(3, 1, n, k)
+    g[min(set(range(n)) - set(places))] = np.inf
+    sparse.residual[:] = before
+    values = np.frombuffer(sparse.encode(g)[8:], np.float32)
+    assert (values == g[places] + before[places]).all()
+    before[places] = 0
+    assert same(sparse.residual, before)
+    g[places[7]] = np.nan       # but of an overflow at one of its places all is forgotten, as ever
+    sparse.counter = 0
+    sparse.encode(g)
+    assert not sparse.residual.any()
 
 
 def test_the_generator():

@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bpsx.compression import NONE, Compression, check_fits, compression, effective, mix, parse, stream
+from bpsx.compressing import Compressing
+from bpsx.compression import NONE, Compression, check_fits, compression, effective, make, mix, parse, stream
+from bpsx.config import Config
+from bpsx.dtypes import BY_NAME
 from bpsx.errors import ConfigError
+from bpsx.neighbourhood import Neighbourhood
 from bpsx.torch.choices import choose
 
 GOOD: list[dict[str, Any]] = [
@@ -21,6 +26,15 @@ GOOD: list[dict[str, Any]] = [
     # As scripts pass their arguments through:
     {"compressor": "onebit", "k": None, "scaling": False, "ef": "", "momentum": None, "normalize": "", "partition": None, "fp16": False},
     {"compressor": None, "ef": None, "k": False}, {},
+]
+#: Numbers as NumPy has them, and what they are.
+NUMPY: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"compressor": "topk", "k": np.int64(5)}, {"compressor": "topk", "k": 5}),
+    ({"compressor": "topk", "k": np.uint8(5)}, {"compressor": "topk", "k": 5}),
+    ({"compressor": "randomk", "k": np.float64(0.25)}, {"compressor": "randomk", "k": 0.25}),
+    ({"compressor": "randomk", "k": np.float32(3.0)}, {"compressor": "randomk", "k": 3}),
+    ({"compressor": "dithering", "k": np.int32(4), "seed": np.uint64(2**64 - 1)}, {"compressor": "dithering", "k": 4, "seed": 2**64 - 1}),
+    ({"compressor": "onebit", "momentum": "nesterov", "mu": np.float16(0.5)}, {"compressor": "onebit", "momentum": "nesterov", "mu": 0.5}),
 ]
 BAD: list[tuple[Any, list[str]]] = [
     ({"compressor": "gzip"}, ["compressor='gzip'", "onebit", "topk", "randomk", "dithering"]),
@@ -34,6 +48,16 @@ BAD: list[tuple[Any, list[str]]] = [
     ({"compressor": "topk", "k": 0}, ["k=0"]), ({"compressor": "topk", "k": 0.0}, ["k=0.0"]), ({"compressor": "topk", "k": -1}, ["k=-1"]),
     ({"compressor": "topk", "k": 1.5}, ["k=1.5"]), ({"compressor": "topk", "k": float("nan")}, ["k=nan"]),
     ({"compressor": "topk", "k": True}, ["k=True"]), ({"compressor": "topk", "k": "10"}, ["k='10'"]),
+    ({"compressor": "randomk", "k": "0.01"}, ["k='0.01'"]), ({"compressor": "topk", "k": np.True_}, ["k="]),
+    ({"compressor": "topk", "k": [5]}, ["k=[5]"]),
+    ({"compressor": "topk", "k": np.int64(0)}, ["k="]), ({"compressor": "topk", "k": np.float64("inf")}, ["k="]),
+    ({"compressor": "topk", "k": np.float32("nan")}, ["k="]), ({"compressor": "randomk", "k": 10**400}, ["k=1000"]),
+    ({"compressor": "dithering", "k": True}, ["k=True"]), ({"compressor": "dithering", "k": np.True_}, ["k="]),
+    ({"compressor": "dithering", "k": 4.0}, ["k=4.0"]), ({"compressor": "dithering", "k": "4"}, ["k='4'"]),
+    ({"compressor": "onebit", "seed": np.True_}, ["seed="]), ({"compressor": "onebit", "seed": True}, ["seed=True"]),
+    ({"compressor": "onebit", "seed": "3"}, ["seed='3'"]), ({"compressor": "onebit", "seed": 3.0}, ["seed=3.0"]),
+    ({"compressor": "onebit", "momentum": "nesterov", "mu": np.True_}, ["mu="]),
+    ({"compressor": "onebit", "momentum": "nesterov", "mu": "0.9"}, ["mu='0.9'"]),
     ({"compressor": "dithering", "k": 0.5}, ["k=0.5"]), ({"compressor": "dithering", "k": 256}, ["k=256"]),
     ({"compressor": "dithering", "k": 2, "partition": "cubic"}, ["partition='cubic'", "'linear'", "'natural'"]),
     ({"compressor": "dithering", "k": 2, "normalize": "l1"}, ["normalize='l1'", "'max'", "'l2'"]),
@@ -64,6 +88,31 @@ def test_what_is_refused_is_named_with_what_is_allowed(params: Any, named: list[
         assert text in str(refused.value)
 
 
+@pytest.mark.parametrize(("params", "plain"), NUMPY, ids=str)
+def test_numpys_numbers_are_numbers(params: dict[str, Any], plain: dict[str, Any]) -> None:
+    """Also in the line that travels."""
+    chosen = compression(params)
+    assert chosen == compression(plain) and chosen.text() == compression(plain).text()
+    assert {type(value) for _, value in chosen.options} <= {int, float, str, bool} and type(chosen.seed) is int and type(chosen.mu) is float
+
+
+@pytest.mark.parametrize("name", ["topk", "randomk"])
+def test_a_partition_with_more_elements_than_indices_is_refused(name: str) -> None:
+    """Only where BYTEPS_PARTITION_BYTES is 16 GiB and more; at servers, too, whatever a worker announces."""
+    chosen = compression({"compressor": name, "k": 0.01})
+    check_fits(chosen, "float32", 2**40, "'w'", 2**34 - 4096)
+    check_fits(chosen, "float32", 2**34 - 4, "'w'", 2**40)
+    with pytest.raises(ConfigError, match=f"'w': compressor='{name}': a partition of 4294967296 elements: at most 4294967295 are possible; "
+                                          "BYTEPS_PARTITION_BYTES=17179869184 must be less"):
+        check_fits(chosen, "float32", 2**40, "'w'", 2**34)
+    with pytest.raises(ConfigError, match="a partition of 4294967296 elements"):
+        make(chosen, "float16", 2**33, 0, None)
+    used = Compressing(config := Config({"BYTEPS_PARTITION_BYTES": str(2**34 - 1)}), Neighbourhood(config))
+    with pytest.raises(ConfigError, match="'w': .*BYTEPS_PARTITION_BYTES=17179869184"):
+        used.check("w", BY_NAME["float32"].code, 2**35, chosen)
+    check_fits(compression({"compressor": "onebit"}), "float32", 2**40, "'w'", 2**40)
+
+
 def test_none_is_none() -> None:
     assert compression(None) == compression({}) == compression({"compressor": "", "k": None}) == NONE
 
@@ -80,11 +129,11 @@ def test_what_becomes_of_small_tensors_and_other_types() -> None:
     small = effective(halves, "float32", 99, 100)
     assert small is not None and small.compressor == "half" and small is effective(halves, "float64", 0, 100)
     assert effective(halves, "float16", 99, 100) is None and effective(compression({"fp16": True}), "bfloat16", 10**6, 0) is None
-    check_fits(compression({"compressor": "topk", "k": 25}), "float32", 100, "'w'")
+    check_fits(compression({"compressor": "topk", "k": 25}), "float32", 100, "'w'", 4096)
     with pytest.raises(ConfigError, match="'w': k=26 is more than the 25 elements"):
-        check_fits(compression({"compressor": "randomk", "k": 26}), "float32", 100, "'w'")
+        check_fits(compression({"compressor": "randomk", "k": 26}), "float32", 100, "'w'", 4096)
     with pytest.raises(ConfigError, match="'w': .*int32.*float32"):
-        check_fits(chosen, "int32", 100, "'w'")
+        check_fits(chosen, "int32", 100, "'w'", 4096)
 
 
 def test_streams_of_names_and_partitions_differ() -> None:

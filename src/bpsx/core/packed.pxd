@@ -11,7 +11,8 @@ cdef extern from "stdlib.h" nogil:
     void *aligned_alloc(size_t alignment, size_t size) noexcept
 
 cdef enum:
-    N_OPTIONS = 8               # kernels/codecs.py has the same two, and SLACK
+    N_OPTIONS = 8               # kernels/codecs.py has the same, and SLACK
+    ALIKE = 6                   # the slot of `options` that a lane sets
     N_STATE = 4
     SLACK = 64
     RATE_BYTES = 8              # `corrected`: a push begins with the learning rate, a float64
@@ -34,6 +35,8 @@ cdef struct Packed:
     double state[N_STATE]
     int64_t options[N_OPTIONS]
     uint64_t counter            # of what has been encoded
+    bint counted                # bytes begin with the counter: answers take it from pushes, and workers from answers
+    bint sparse                 # a lane's error feedback may keep to what was pushed
     double mu
     bint corrected
     double rate                 # the last learning rate
@@ -69,6 +72,8 @@ cdef inline Packed *packed_new(made) except NULL:
     p.scratch = p.aside + made.scratch
     p.mu = made.mu
     p.corrected = made.corrected
+    p.counted = made.counted
+    p.sparse = made.sparse
     for i in range(N_OPTIONS):
         p.options[i] = made.options[i]
     p.wire = <uint8_t *>malloc(most_bytes(p) + SLACK)
@@ -161,6 +166,8 @@ cdef inline int unpack(Packed *p, uint8_t *wire, uint64_t size, char *elements, 
     cdef char *wide = scratch if p.narrow != NULL else elements
     if p.decode(wire, size, wide, <uint8_t *>scratch + p.aside, p.options, p.n, 0) != 0:
         return -1
+    if p.counted and size >= sizeof(p.counter):
+        memcpy(&p.counter, wire, sizeof(p.counter))     # who had fallen behind, by join() say, is where the others are
     if p.narrow != NULL:
         p.narrow(elements, scratch, p.n)
     return 0

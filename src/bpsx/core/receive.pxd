@@ -7,7 +7,7 @@ from bpsx.core.packed cimport most_bytes, server_state_bytes
 from bpsx.core.partition cimport Partition
 from bpsx.core.stage cimport PULL, advance, fail_partition, home
 from bpsx.core.state cimport Core
-from bpsx.core.status cimport DONE, E_CODEC, E_JOINED, E_PROTOCOL
+from bpsx.core.status cimport DONE, E_COMPRESSOR, E_JOINED, E_PROTOCOL
 from bpsx.core.watch cimport watched
 from bpsx.core.watching cimport spoke
 from bpsx.transports.abi cimport Message
@@ -53,7 +53,7 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
         status = -<int>h.divisor
         if status == E_JOINED:
             h.slot = p.tensor.current.divisor       # the broadcast's root; the server knows machines at most
-        fail_partition(c, p, status if E_CODEC <= status <= -1 else E_PROTOCOL, h.slot, h.epoch)
+        fail_partition(c, p, status if E_COMPRESSOR <= status <= -1 else E_PROTOCOL, h.slot, h.epoch)
         return 0
     if p.keeps:
         if h.length != server_state_bytes(p.packed):

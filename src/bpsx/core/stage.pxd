@@ -184,7 +184,7 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
     cdef Tensor *tensor = task.tensor
     cdef uint32_t i
     task.next = NULL
-    if tensor.status == DONE and deserted(c.machine, &task.detail_a, False):
+    if tensor.status == DONE and not task.keeps and deserted(c.machine, &task.detail_a, False):
         finish(c, task, E_LEFT)
         return
     if c.failed or tensor.status < 0:

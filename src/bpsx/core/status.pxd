@@ -15,3 +15,4 @@ cdef enum Status:
     E_JOINED = -9         # a broadcast's root has called join() and so pushes nothing
     E_KERNELS = -10       # the code that sums this element type could not be compiled or loaded
     E_CODEC = -11         # what a worker has compressed does not decode
+    E_COMPRESSOR = -12    # the server does not know how this tensor is compressed

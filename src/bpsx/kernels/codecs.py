@@ -17,21 +17,28 @@ what makes a decoder give some, and forgets residual and momentum: an overflow p
 from __future__ import annotations
 
 import importlib
+import operator
 import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from bpsx.errors import ConfigError
 
-#: Slots of a codec's options and of its state between rounds.
+#: Slots of a codec's options and of its state between rounds. The options' last is the seed; the one before it tells the encoder of a lane that error
+#: feedback is "sparse" and that all pushes of this round began with the same counter.
 N_OPTIONS, N_STATE = 8, 4
+ALIKE, SEED = N_OPTIONS - 2, N_OPTIONS - 1
 #: Bytes that an encoder may touch behind the capacity it has asked for, and a decoder behind its input: whole words.
 SLACK = 64
 #: Those for users, and what they need not name.
 COMPRESSORS = ("onebit", "topk", "randomk", "dithering")
 _BUILT_IN = (*COMPRESSORS, "half")
+#: Keys of ``compression_params`` that are no codec's own.
+COMMON = ("compressor", "ef", "momentum", "mu", "seed", "fp16")
 _lock = threading.RLock()
 _codecs: dict[str, Codec] = {}
 _conversions: dict[str, tuple[int, int, tuple[object, ...]]] = {}
@@ -57,6 +64,10 @@ class Codec(ABC):
     feedback: tuple[str, ...] = ("vanilla", "corrected")
     #: Whether each sender draws numbers of its own; otherwise all draw the same ones.
     own_noise = False
+    #: Whether its bytes begin with the counter (uint64). Then an answer takes the counter of the pushes, and workers that of the answer.
+    counted = False
+    #: More elements than a partition may have.
+    too_many = 2**63
 
     @abstractmethod
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,7 +75,7 @@ class Codec(ABC):
 
     @abstractmethod
     def numbers(self, options: Mapping[str, Any]) -> list[int]:
-        """The same as at most :data:`N_OPTIONS` - 1 integers, for the compiled functions; the last slot is the seed."""
+        """The same as at most :data:`ALIKE` integers of 64 bits, for the compiled functions."""
 
     @abstractmethod
     def capacity(self, n: int, numbers: list[int]) -> int:
@@ -92,9 +103,20 @@ class Compiled(NamedTuple):
 
 
 def register(codec: Codec) -> None:
-    """Make a codec known to this process. Workers and servers load the modules in ``BPSX_COMPRESSORS`` for that. Thread-safe."""
+    """Make a codec known to this process. Workers and servers import the modules in ``BPSX_COMPRESSORS`` for that. Thread-safe.
+
+    Raises :class:`~bpsx.errors.ConfigError` if its name or one of its keys is taken; a class may be registered again.
+    """
+    kind, name = type(codec), codec.name
     with _lock:
-        _codecs[codec.name] = codec
+        other = type(_codecs[name]) if name in _codecs else None
+        if other is not None and (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
+            raise ConfigError(f"compressor {name!r} of {kind.__module__} is there already: {other.__module__} has it")
+        if name in _BUILT_IN and kind.__module__ != f"bpsx.kernels.cpu.{name}":
+            raise ConfigError(f"compressor {name!r} of {kind.__module__} is there already: it is one of bpsx's own")
+        if taken := sorted({*codec.keys} & {*COMMON}):
+            raise ConfigError(f"compressor {name!r} of {kind.__module__}: its key {taken[0]!r} is there already, for all compressors")
+        _codecs[name] = codec
 
 
 def codec(name: str) -> Codec:
@@ -104,7 +126,7 @@ def codec(name: str) -> Codec:
             importlib.import_module(f"bpsx.kernels.cpu.{name}")     # registers itself
         if name not in _codecs:
             known = [n for n in (*COMPRESSORS, *_codecs) if n != "half"]
-            raise ConfigError(f"compressor={name!r}: allowed are {', '.join(dict.fromkeys(known))}")
+            raise ConfigError(f"compressor={name!r}: allowed are {', '.join(dict.fromkeys(known))}, and what the modules in BPSX_COMPRESSORS have")
         return _codecs[name]
 
 
@@ -146,6 +168,15 @@ def checked_flag(key: str, value: Any) -> bool:
     return value
 
 
+def checked_number(value: Any) -> int | float | None:
+    """An int or a float, of NumPy's kinds, too, as Python's; None for anything else. Flags are no numbers."""
+    if isinstance(value, bool | np.bool_):
+        return None
+    if isinstance(value, int | np.integer):
+        return operator.index(value)
+    return float(value) if isinstance(value, float | np.floating) else None
+
+
 def checked_choice(key: str, value: Any, *allowed: str) -> str:
     """One of ``allowed``. Raises :class:`~bpsx.errors.ConfigError` for anything else."""
     if value not in allowed:
@@ -155,11 +186,11 @@ def checked_choice(key: str, value: Any, *allowed: str) -> str:
 
 def checked_amount(key: str, value: Any) -> int | float:
     """How many elements to send of each partition: an int >= 1, or a fraction. Raises :class:`~bpsx.errors.ConfigError` for anything else."""
-    if not isinstance(value, bool) and isinstance(value, int | float):
-        if 0 < value < 1:
-            return float(value)
-        if 1 <= value < 2**63 and value == int(value):
-            return int(value)
+    number = checked_number(value)
+    if number is not None and 0 < number < 1:
+        return float(number)
+    if number is not None and 1 <= number < 2**63 and number == int(number):
+        return int(number)
     raise ConfigError(f"{key}={value!r}: allowed are an integer >= 1 (so many elements of each partition) and a fraction, 0 < {key} < 1")
 
 

@@ -58,19 +58,22 @@ class Reference:
         self.residual, self.momentum = np.zeros(n, wide), np.zeros(n, wide)
         self.counter = 0
 
-    def encode(self, g: np.ndarray, *, residual: bool = False, momentum: bool = False, factor: float = 1.0, mu: float = 0.0) -> bytes:
-        """What goes on the wire for the gradient ``g``; brings residual and momentum up to date."""
-        kind = g.dtype.type
+    def encode(self, g: np.ndarray, *, residual: bool = False, momentum: bool = False, factor: float = 1.0, mu: float = 0.0,
+               only: Sequence[int] | None = None) -> bytes:
+        """What goes on the wire for the gradient ``g``; brings residual and momentum up to date. ``only``: the elements whose residual is added and
+        changed; else all."""
+        kind, where = g.dtype.type, slice(None) if only is None else list(only)
         self.counter += 1
         p = g
         if momentum:
             self.momentum = kind(mu) * self.momentum + g
             p = g + kind(mu) * self.momentum
         if residual:
-            p = p + kind(factor) * self.residual
+            p = p.copy()
+            p[where] = p[where] + kind(factor) * self.residual[where]
         wire = self.encode_plain(p, self.counter)
         if residual:
-            self.residual = p - self.decode(wire, len(p))
+            self.residual[where] = (p - self.decode(wire, len(p)))[where]
         if not np.isfinite(p).all():
             self.residual[:] = 0
             self.momentum[:] = 0

@@ -14,6 +14,7 @@ from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.host import allow_descriptors, ending_signals, hold, keep_memory, own_host, require_trust
 from bpsx.kernels import loading
+from bpsx.kernels.outside import import_compressors
 from bpsx.logs import configure
 from bpsx.rendezvous.client import Link
 from bpsx.reporting import Reporter
@@ -166,6 +167,7 @@ def main() -> int:
         config = Config(role="server")
         configure(config, "server")
         config.check()
+        import_compressors(config.compressors)
         server = Server(config)
         for number in ending_signals():
             signal.signal(number, lambda n, _: server.interrupt(n))

@@ -8,7 +8,7 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
 from bpsx.core.header cimport ASYNC, BROADCAST, NONCE_BYTES, PING, PUSH, REGISTER, STATE, Header, next_record
-from bpsx.core.status cimport E_LEFT, E_MEMORY, E_PROTOCOL
+from bpsx.core.status cimport E_COMPRESSOR, E_LEFT, E_MEMORY, E_PROTOCOL
 from bpsx.core.sync cimport atomic_load, atomic_store, now_ns, yield_cpu
 from bpsx.core.watch cimport Watch, watched
 from bpsx.kernels.abi cimport fill_in
@@ -173,6 +173,14 @@ cdef void abandon(CLane *lane, Entry *e, uint32_t who) noexcept nogil:
     e.status = E_LEFT
 
 
+cdef int turn_away(CLane *lane, Entry *e, Header *h, int status) noexcept nogil:
+    """Such a round never closes: whatever a worker pushes from now on, in whatever round of its own, is answered so."""
+    send_error(lane, h.sender, h.key, h.round, h.cookie, status, e.detail_a, 0)
+    if h.round == e.shares[h.sender].round:
+        e.shares[h.sender].round += 1
+    return 0
+
+
 cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexcept nogil:
     cdef Entry *e = lane.entries[h.slot] if h.slot < lane.n_entries else NULL
     cdef Verdict verdict
@@ -186,6 +194,8 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
         return -1
     if h.flags & STATE:
         return push_state(lane, e, h, body)
+    if e.refused:
+        return turn_away(lane, e, h, E_COMPRESSOR)
     if h.flags & ASYNC and not h.flags & BROADCAST:
         begin = now_ns() if lane.watch != NULL and watched(lane.watch) else 0
         rc = push_delta(lane, e, h, m, body, kept)
@@ -193,11 +203,7 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
             note_delta(lane, e, h, begin)
         return rc
     if e.status == E_LEFT and h.key == e.key:
-        # Such a round never closes: whatever a worker pushes from now on, in whatever round of its own, is answered so.
-        send_error(lane, h.sender, h.key, h.round, h.cookie, E_LEFT, e.detail_a, 0)
-        if h.round == e.shares[h.sender].round:
-            e.shares[h.sender].round += 1
-        return 0
+        return turn_away(lane, e, h, E_LEFT)
     verdict = count_push(e, h, lane.workers)
     if verdict == MALFORMED:
         send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)

@@ -8,7 +8,7 @@ from bpsx.core.packed cimport packed_new
 from bpsx.kernels.abi cimport Kernels
 from bpsx.server.lane cimport MAX_PARTITION_BYTES, MAX_SLOTS, N_DTYPES, Lane
 from bpsx.server.notes cimport note_key
-from bpsx.server.store cimport Entry, entry_free, entry_new
+from bpsx.server.store cimport Entry, entry_new
 
 
 cdef inline bint load(Lane *lane, int dtype) noexcept with gil:
@@ -92,8 +92,7 @@ cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil
     if lane.entries[h.slot] == NULL:
         return -1
     if codec_bytes and not make_packed(lane, lane.entries[h.slot], name, h.length, codec_bytes):
-        entry_free(lane.entries[h.slot])
-        lane.entries[h.slot] = NULL
+        lane.entries[h.slot].refused = True     # whoever pushes is told so
         return -1
     if lane.watch != NULL:
         note_key(lane.watch, h, name)

@@ -4,7 +4,7 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
-from bpsx.core.packed cimport RATE_BYTES, SLACK, Packed, aligned_alloc, pack
+from bpsx.core.packed cimport ALIKE, RATE_BYTES, SLACK, Packed, aligned_alloc, pack
 from bpsx.core.status cimport E_CODEC, E_MEMORY, E_MISMATCH
 from bpsx.server.store cimport Entry, Share
 
@@ -32,6 +32,17 @@ cdef inline bint more_scratch(Entry *e) noexcept nogil:
     return e.scratch != NULL
 
 
+cdef inline bint compare_counters(Entry *e, const char *body, uint64_t length) noexcept nogil:
+    """A push begins with its sender's counter. False if it is too short for that."""
+    cdef uint64_t counter = 0
+    if length < sizeof(counter):
+        return False
+    memcpy(&counter, body, sizeof(counter))
+    e.alike = e.added == 0 or e.alike and counter == e.counter
+    e.counter = max(counter, e.counter) if e.added else counter
+    return True
+
+
 cdef inline void add_packed(Entry *e, uint32_t sender, char *body, uint64_t length) noexcept nogil:
     """Decode a push into the accumulator. What makes no sense fails the round, on all workers: the sum is spoilt."""
     cdef Packed *p = e.packed
@@ -52,6 +63,9 @@ cdef inline void add_packed(Entry *e, uint32_t sender, char *body, uint64_t leng
             fail_for(e, E_MISMATCH, e.opener, sender)
             return
         e.rate = rate
+    if p.counted and not compare_counters(e, body, length):
+        fail_for(e, E_CODEC, sender, sender)
+        return
     memcpy(p.wire, body, length)            # a decoder may read a little further, and a message may end where the memory does
     if p.decode(p.wire, length, e.acc, <uint8_t *>e.scratch + p.aside, p.options, p.n, e.added > 0) != 0:
         fail_for(e, E_CODEC, sender, sender)
@@ -67,5 +81,8 @@ cdef inline char *encode_sum(Entry *e) noexcept nogil:
         return NULL
     if e.divisor > 1:
         e.wide_kernels.divide(e.acc, p.n, e.divisor)
+    if p.counted:
+        p.counter = e.counter - 1           # the answer has what was pushed, and `pack` counts on
+        p.options[ALIKE] = p.sparse and e.alike
     pack(p, e.acc, wire, e.scratch, e.rate, False)
     return <char *>wire

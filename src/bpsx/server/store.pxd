@@ -58,6 +58,9 @@ cdef struct Entry:
     char *scratch
     uint64_t scratch_bytes
     double rate                 # the learning rate of the open round
+    uint64_t counter            # the largest that a push of the open round began with
+    bint alike                  # ... and all did
+    bint refused                # its compression is not known here: nothing is summed
     char *value                 # what asynchronous pushes add to, nbytes; NULL: none yet, and so zeros
     uint32_t rounds             # that have ended
     # For those who watch (server/notes.pxd):

@@ -16,7 +16,7 @@ import numba
 import numpy as np
 
 from bpsx.errors import ConfigError
-from bpsx.kernels.codecs import Codec, Decoder, Encoder, checked_choice, register
+from bpsx.kernels.codecs import Codec, Decoder, Encoder, checked_choice, checked_number, register
 from bpsx.kernels.cpu.feedback import BLOCK, add_up, forget
 from bpsx.kernels.cpu.levels import CHUNK, MASKS, bits_bound, pack, unpack
 from bpsx.kernels.cpu.rounding import from_magnitude, key_of, largest, magnitude, sign_words, spread, squares, take_off, to_levels
@@ -107,9 +107,10 @@ class Dithering(Codec):
         k, allowed = given.get("k"), f"a whole number from 1 to {_MOST[partition]} with partition={partition!r}"
         if k is None:
             raise ConfigError(f"k is missing: dithering needs {allowed}")
-        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= _MOST[partition]:
+        number = checked_number(k)
+        if not isinstance(number, int) or not 1 <= number <= _MOST[partition]:
             raise ConfigError(f"k={k!r}: allowed is {allowed}")
-        return {"k": k, "partition": partition, "normalize": normalize}
+        return {"k": number, "partition": partition, "normalize": normalize}
 
     def numbers(self, options: Mapping[str, Any]) -> list[int]:
         """[k, natural, l2]"""

@@ -17,13 +17,12 @@ from typing import Any
 import numba
 import numpy as np
 
-from bpsx.kernels.codecs import N_OPTIONS, Codec, Decoder, Encoder, amount_numbers, amount_of, checked_amount, register
+from bpsx.kernels.codecs import ALIKE, SEED, Codec, Decoder, Encoder, amount_numbers, amount_of, checked_amount, register
 from bpsx.kernels.cpu.feedback import BLOCK, add_up, forget
 from bpsx.kernels.cpu.sparse import amount, clear, infinity
 from bpsx.kernels.cpu.words import at, cast, high, like, magnitude, reaching, width
 
 _HEAD = 8
-_SEED = N_OPTIONS - 1
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
@@ -84,6 +83,19 @@ def _update(g: Any, e: Any, m: Any, block: Any, begin: int, size: int, factor: A
 
 
 @numba.njit
+def _take_there(g: Any, e: Any, factor: Any, places: Any, values: Any, count: int) -> Any:
+    """Send what has its place, where there is nothing elsewhere: residual elsewhere stays what it is. Returns the largest magnitude."""
+    largest = np.uint64(0)
+    for j in range(count):
+        i = np.int64(places[j])
+        value = g[i] + factor * e[i]
+        values[j] = value
+        e[i] = 0
+        largest = max(largest, magnitude(value))
+    return largest
+
+
+@numba.njit
 def _take(g: Any, e: Any, m: Any, begin: int, end: int, mu: Any, residual: bool, momentum: bool,
           places: Any, values: Any, sent: int, count: int, largest: Any) -> Any:
     """Send what has its place in [begin, end), ``sent`` and the ``largest`` magnitude being what they are already; both anew."""
@@ -106,6 +118,8 @@ class RandomK(Codec):
     name = "randomk"
     keys = ("k",)
     feedback = ("vanilla", "corrected", "sparse")
+    counted = True
+    too_many = 2**32
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """``k``: how many elements of each partition, or which part of them."""
@@ -124,18 +138,25 @@ class RandomK(Codec):
         return 8 * BLOCK + 4 * amount_of(n, numbers)
 
     def encoder(self, residual: bool, momentum: bool) -> Encoder:
-        """In one pass over memory; without residual and momentum it looks at nothing but what it sends."""
+        """In one pass over memory; without residual and momentum it looks at nothing but what it sends.
+
+        Nor with "sparse", at the server, if all pushes had the places of the answer: the sum is zero elsewhere.
+        """
         kept = residual or momentum
 
         def encode(g: Any, e: Any, m: Any, wire: Any, scratch: Any, state: Any, options: Any, n: int, counter: int, factor: float, mu: float) -> Any:
             count, f, u = amount(options, n), cast(factor, g), cast(mu, g)
             places, block, values = at(scratch, 8 * BLOCK, np.uint32), like(scratch, g), like(at(wire, _HEAD, np.uint8), g)
-            begin = draw(places, options[_SEED], np.uint64(counter), n, count)
+            begin = draw(places, options[SEED], np.uint64(counter), n, count)
             at(wire, 0, np.uint64)[0] = counter
             overflow, largest, sent, done = False, np.uint64(0), 0, 0
             if not kept:
                 sent, largest = _take(g, e, m, 0, n, u, False, False, places, values, 0, count, largest)
-            while kept and done < n:
+            there = residual and not momentum and options[ALIKE] != 0
+            if there:
+                largest = _take_there(g, e, f, places, values, count)
+                overflow = largest >= infinity(g)
+            while kept and not there and done < n:
                 size = min(BLOCK - begin % BLOCK, n - begin, n - done)
                 overflow |= _update(g, e, m, block, begin, size, f, u, residual, momentum)
                 sent, largest = _take(g, e, m, begin, begin + size, u, residual, momentum, places, values, sent, count, largest)
@@ -159,7 +180,7 @@ class RandomK(Codec):
             if size != _HEAD + count * width(out):
                 return -1
             places, values = at(scratch, 8 * BLOCK, np.uint32), like(at(wire, _HEAD, np.uint8), out)
-            draw(places, options[_SEED], at(wire, 0, np.uint64)[0], n, count)
+            draw(places, options[SEED], at(wire, 0, np.uint64)[0], n, count)
             if not add:
                 clear(out, n)
             for i in range(count):

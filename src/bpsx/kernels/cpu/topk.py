@@ -121,6 +121,7 @@ class TopK(Codec):
 
     name = "topk"
     keys = ("k",)
+    too_many = 2**32
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """``k``: how many elements of each partition, or which part of them."""
