@@ -116,7 +116,8 @@ def test_without_what_was_kept_the_rest_is_different(folder: Path, lost: str) ->
     path.write_bytes(pickle.dumps({} if lost == "all of worker 1" else state))
     part(folder, HALF, STEPS, EARLY="1")
     for name in CASES:
-        assert (differing(folder, name, HALF, 2) != []) == (name != "small" or lost == "all of worker 1"), name
+        # Of small tensors servers keep nothing, and of randomk nothing of use: they answer at the places that were pushed.
+        assert (differing(folder, name, HALF, 2) != []) == (name not in ("small", "randomk") or lost == "all of worker 1"), name
 
 
 def test_the_state_of_another_worker_gives_counters_only_and_all_agree(folder: Path) -> None:
