@@ -21,6 +21,7 @@ from bpsx.compression import compression as check_compression
 from bpsx.config import Config
 from bpsx.dtypes import dtype_named
 from bpsx.session import Session
+from bpsx.speed import Speed
 
 #: Characters of an uncaught exception that the others are told.
 _LONGEST_STORY = 1000
@@ -322,9 +323,10 @@ def barrier() -> None:
     session().barrier()
 
 
-def get_pushpull_speed() -> tuple[float, float]:
+def get_pushpull_speed() -> Speed:
     """(milliseconds since the epoch, MB/s): the rate at which tensors came home since the last call, over the time in which any were under
-    way. MB are 10^6 bytes of tensor, counted once."""
+    way. MB are 10^6 bytes of tensor, counted once. What is returned also has ``sent`` and ``received``: MB/s on this worker's wire in the same time,
+    which are less where gradients are compressed."""
     return session().speed()
 
 

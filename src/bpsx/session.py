@@ -25,6 +25,7 @@ from bpsx.placement import PARTS_PER_TENSOR
 from bpsx.rendezvous.client import Link
 from bpsx.rendezvous.messages import MAX_NAME
 from bpsx.reporting import Reporter
+from bpsx.speed import Speed, Speedometer
 from bpsx.transports.loopback import LoopbackEndpoint
 
 log = logging.getLogger("bpsx.session")
@@ -95,7 +96,7 @@ class Session:
         self._leaving = False
         self._failure = ""
         self._broken: tuple[float, str] | None = None
-        self._speed_mark = (0, 0)
+        self._speedometer = Speedometer()
         self._reported = False
         self._endpoint: Any
         self._core: Core
@@ -423,15 +424,9 @@ class Session:
                         codec=codec.text() if codec is not None else "")
         return declared
 
-    def speed(self) -> tuple[float, float]:
-        """(milliseconds since the epoch, MB/s): tensor bytes that came home since the last call per second in which any were under way."""
-        if not self.config.telemetry:
-            return 0.0, 0.0
-        counters = self._core.counters()
-        nbytes, busy = counters["tensor_bytes"], counters["busy_ns"]
-        before, self._speed_mark = self._speed_mark, (nbytes, busy)
-        spent = busy - before[1]
-        return time.time() * 1000, (nbytes - before[0]) * 1e3 / spent if spent else 0.0
+    def speed(self) -> Speed:
+        """Since the last call, per second in which anything was under way; zeros without telemetry."""
+        return self._speedometer.read(self._core.counters()) if self.config.telemetry else Speed(0.0, 0.0)
 
     def counters(self) -> dict[str, int]:
         """What has been moved since init: see :meth:`bpsx._core.Core.counters`."""

@@ -223,3 +223,39 @@ def test_a_k_larger_than_the_tensor_is_refused_by_name() -> None:
     for got in found:
         assert got == [said for name in ("topk", "randomk") for said in
                        (["ConfigError", f"'{name}': k=1001 is more than the 1000 elements of the tensor"], [name, 1.0], [name, 1.0])]
+
+
+SPEED = """
+import bpsx, copy, json, numpy as np, os, pickle
+bpsx.init()
+for name, params in (("plain", None), ("packed", {"compressor": "onebit", "scaling": True})):
+    bpsx.declare(name, compression=params)
+    g = np.ones(1_000_000, np.float32)
+    bpsx.push_pull(g, name)
+    bpsx.get_pushpull_speed()
+    for _ in range(3):
+        bpsx.push_pull(g, name)
+    speed = bpsx.get_pushpull_speed()
+    again = pickle.loads(pickle.dumps(speed))
+    ms, rate = speed
+    report([rate, speed.sent, speed.received, again == speed and again.sent == speed.sent, repr(copy.copy(speed)) == repr(speed)])
+bpsx.barrier()
+path = None
+bpsx.trace_start()
+bpsx.push_pull(g, "packed")
+path = bpsx.trace_stop()
+events = json.load(open(path))["traceEvents"]
+report({e["name"]: e.get("args", {}) for e in events if e.get("ph") == "X"})
+bpsx.shutdown()
+"""
+
+
+def test_what_is_on_the_wire_is_counted_and_shown(tmp_path: Path) -> None:
+    for plain, packed, stages in run(SPEED, 2, 2, env={"BYTEPS_TRACE_DIR": str(tmp_path)}):
+        rate, sent, received, *same = plain
+        assert 1 < sent / rate < 1.01 and 1 < received / rate < 1.01 and all(same)
+        rate, sent, received, *same = packed
+        assert 1 / 32 < sent / rate < 1 / 31 and 1 / 32 < received / rate < 1 / 31 and all(same)
+        for stage in ("COMPRESS", "PUSH", "PULL", "DECOMPRESS"):
+            assert stages[f"Comm.packed.{stage}"]["bytes"] == 4_000_000
+        assert 4_000_000 / 33 < stages["Comm.packed.PUSH"]["sent"] < 4_000_000 / 31

@@ -9,7 +9,8 @@ from source.places import ROOT, files, imports, module_of
 # Most specific first; a smaller number is a higher layer. The leaves, from 8 on, may be imported by all.
 LAYERS = [
     ("bpsx.torch", 1), ("bpsx._adapter", 1.5),
-    ("bpsx.torchrun", 1.8), ("bpsx.api", 2), ("bpsx.session", 2.5), ("bpsx.joining", 2.7), ("bpsx.compressing", 2.65), ("bpsx.saving", 2.8),
+    ("bpsx.torchrun", 1.8), ("bpsx.api", 2), ("bpsx.session", 2.5), ("bpsx.joining", 2.7), ("bpsx.compressing", 2.65),
+    ("bpsx.saving", 2.8), ("bpsx.speed", 9),
     ("bpsx.compression", 3), ("bpsx._exit", 4),
     ("bpsx.partitioner", 3), ("bpsx.placement", 3), ("bpsx.pipeline", 3),
     ("bpsx.reporting", 2.7), ("bpsx.neighbourhood", 2.7), ("bpsx.timeline", 2.8), ("bpsx._watch", 4), ("bpsx._core", 4), ("bpsx.core", 4.5),

@@ -157,6 +157,7 @@ cdef inline void send_large(Core *c, Lane *lane, Partition *p) noexcept nogil:
         free(head)
         give_up(c, E_MEMORY)
         return
+    c.counters.sent += head_size
     put_push(c, p, put_register(c, p, head), False)
     rc = c.endpoint.send(
         c.endpoint.self, p.lane, head, head_size, NULL, NULL, push_body(p), push_bytes(p), body_done, w)
