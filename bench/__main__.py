@@ -13,7 +13,7 @@ from bench.report import BenchError, as_json, as_table
 BENCHES = {
     "push_pull": "rate, latency, spin, idle and steady state of a job of 2 workers; against gloo's all_reduce and the transport's walls",
     "sum": "the servers' kernels; against numpy.add and against float32; time to load them",
-    "compress": "the compressors' kernels; against memcpy",
+    "compress": "the compressors' kernels; against memcpy. --end-to-end: training on slow links; against float32 and bfloat16",
     "trace": "step time with every step recorded, on workers and server; against the same without",
     "trust": "seconds from a death to the exceptions, by role and stage; joining, start and stop of a job",
     "soak": "jobs started and stopped 1,000 times: failures, leaks, leftovers",

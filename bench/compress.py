@@ -2,12 +2,15 @@
 
 Partitions take turns, more than caches hold: a gradient has just been made, and the caches are full of what made it. memcpy copies the same
 partitions, also in turn. Rates are GB/s of uncompressed input (for decoding: of output).
+
+``--end-to-end`` trains a network on slow links instead: :mod:`bench.end_to_end`.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib
 import itertools
 import statistics
 import time
@@ -16,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bench import end_to_end
 from bench.jobs import progress
 from bench.report import BenchError, Case, median_case
 from bpsx.kernels.codecs import N_OPTIONS, N_STATE, SLACK, codec, load_codec
@@ -63,12 +67,18 @@ ROWS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which cases."""
-    parser.add_argument("--only", metavar="PART", default="", help="only cases whose name contains this")
+    """Which cases, and of what."""
+    parser.add_argument("--only", metavar="PART", default="", help="only cases (with --end-to-end: compressors) whose name contains this")
+    parser.add_argument("--end-to-end", action="store_true", help="train a network on links of 10 Gbit/s, 1 Gbit/s and 200 Mbit/s; needs root")
+    parser.add_argument("--plot", metavar="FILE", help="with --end-to-end: draw what was found (.svg, .png); needs matplotlib")
 
 
 def run(options: argparse.Namespace) -> list[Case]:
     """All cases that were asked for. Raises :class:`BenchError` if one cannot run."""
+    if options.end_to_end:
+        return _end_to_end(options)
+    if options.plot:
+        raise BenchError("--plot goes with --end-to-end")
     turns = 3 if options.quick else 15
     rows = [row for row in ROWS if options.only in row.case]
     if not rows:
@@ -84,6 +94,14 @@ def run(options: argparse.Namespace) -> list[Case]:
     cases = [median_case("memcpy", rates["memcpy"], "GB/s", note=f"{_MANY} partitions of {_BYTES:,} B in turn, one thread; each byte counted once")]
     return cases + [median_case(row.case, rates[row.case], "GB/s", peer=copied, target=row.target,
                                 note=f"{100 * sizes[row.case] / _BYTES:.3g} % of the bytes; memcpy") for row in rows]
+
+
+def _end_to_end(options: argparse.Namespace) -> list[Case]:
+    plot = importlib.import_module("bench.end_to_end_plot") if options.plot else None     # what is missing is said before, not after
+    cases, runs = end_to_end.cases(options.only, options.quick)
+    if plot is not None:
+        plot.draw(runs, options.plot)
+    return cases
 
 
 def _gradients() -> list[np.ndarray]:

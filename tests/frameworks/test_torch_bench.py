@@ -31,6 +31,19 @@ def test_unknown_cases_and_models_are_named() -> None:
         assert done.returncode == 1 and "no nothing" in done.stderr
 
 
+def test_a_few_steps_of_training_on_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    bench, network = (importlib.import_module(f"bench.{name}") for name in ("end_to_end", "network"))
+    if reason := network.why_not():
+        pytest.skip(reason)
+    runs = bench._trained("200mbit", ["alone", "float32", "bfloat16", "topk"], 1, 3)
+    plain, half, topk = runs["float32"], runs["bfloat16"], runs["topk"]
+    assert all(len(run.steps) == 3 and len(run.scores) == len(run.seconds) == 1 for run in runs.values())
+    assert runs["alone"].moved < 1e4 and 0.98 < plain.moved / 19.8e6 < 1.02
+    assert 0.48 < half.moved / plain.moved < 0.52 and topk.moved < plain.moved / 20
+    assert plain.step > 2 * 9.9e6 * 8 / 200e6 * 1e3, "nothing is sent faster than the link: the server answers two workers"
+
+
 @pytest.mark.parametrize("spans, joined", [
     ([], []), ([(1, 2), (3, 4)], [(1, 2), (3, 4)]), ([(3, 4), (1, 3)], [(1, 4)]), ([(1, 9), (2, 3), (8, 10)], [(1, 10)]),
 ])

@@ -1,0 +1,88 @@
+"""Error feedback does what it is for: a small network on handwritten digits becomes as good as without compression. Without feedback it does not.
+
+Functions named ``job_*`` run in the workers.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch_job import Finished, each, run_job
+
+import bpsx.torch as bps
+
+ROOT = Path(__file__).parents[2]
+EPOCHS, BATCH, LEARNING_RATE = 16, 32, 0.4
+#: Of test pictures, of which there are 360.
+POINT = 0.01
+_ONEBIT: dict[str, Any] = {"compressor": "onebit", "scaling": True}
+_TOPK: dict[str, Any] = {"compressor": "topk", "k": 0.02}
+_RANDOMK: dict[str, Any] = {"compressor": "randomk", "k": 0.05, "seed": 1}
+_DITHERING: dict[str, Any] = {"compressor": "dithering", "k": 2, "seed": 1}
+CASES: dict[str, dict[str, Any]] = {
+    "onebit": {**_ONEBIT, "ef": "vanilla"},
+    "onebit corrected": {**_ONEBIT, "ef": "corrected"},
+    "topk": {**_TOPK, "ef": "vanilla"},
+    "topk corrected": {**_TOPK, "ef": "corrected"},
+    "randomk": {**_RANDOMK, "ef": "vanilla"},
+    "randomk corrected": {**_RANDOMK, "ef": "corrected"},
+    "randomk sparse": {**_RANDOMK, "ef": "sparse"},
+    "dithering linear": {**_DITHERING, "ef": "vanilla"},
+    "dithering natural": {**_DITHERING, "partition": "natural", "ef": "vanilla"},
+    "dithering without feedback": _DITHERING,       # unbiased: its errors cancel out by themselves
+}
+#: Biased (randomk: a twentieth of the step), so that these need it.
+WITHOUT = {"onebit": _ONEBIT, "topk": _TOPK, "randomk": _RANDOMK}
+
+
+def _accuracy(name: str, params: dict[str, Any] | None) -> float:
+    """Of the network after training with these ``compression_params``; all begin alike, and see the same."""
+    sys.path.append(str(ROOT))
+    from examples.pytorch.digits import Digits, accuracy
+
+    data = Digits()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
+                                         [(f"{name}.{n}", p) for n, p in model.named_parameters()],
+                                         compression_params=None if params is None else lambda _: params)
+    for epoch in range(EPOCHS):
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * (1 - epoch / EPOCHS)
+        for part in data.batches(epoch, BATCH, bps.rank(), bps.size()):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(data.x[part]), data.y[part]).backward()
+            optimizer.step()
+    return accuracy(model, data)
+
+
+def job_train() -> Any:
+    found = {"plain": _accuracy("plain", None)}
+    found |= {case: _accuracy(case, params) for case, params in CASES.items()}
+    return found | {f"no {case}": _accuracy(f"no {case}", params) for case, params in WITHOUT.items()}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    finished = run_job(__file__, ["job_train"], tmp_path_factory.mktemp("job"), BYTEPS_MIN_COMPRESS_BYTES="1000")
+    assert finished.status == 0, finished.output[-5000:]
+    return finished
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_good_as_without_compression(job: Finished, case: str) -> None:
+    for found in each(job, "job_train"):
+        assert found["plain"] > 0.94
+        assert found[case] >= found["plain"] - POINT
+
+
+@pytest.mark.parametrize("case", WITHOUT)
+def test_not_so_without_feedback(job: Finished, case: str) -> None:
+    """The test above could fail."""
+    for found in each(job, "job_train"):
+        assert found[f"no {case}"] < found["plain"] - 2 * POINT
