@@ -256,6 +256,5 @@ def test_what_is_on_the_wire_is_counted_and_shown(tmp_path: Path) -> None:
         assert 1 < sent / rate < 1.01 and 1 < received / rate < 1.01 and all(same)
         rate, sent, received, *same = packed
         assert 1 / 32 < sent / rate < 1 / 31 and 1 / 32 < received / rate < 1 / 31 and all(same)
-        for stage in ("COMPRESS", "PUSH", "PULL", "DECOMPRESS"):
-            assert stages[f"Comm.packed.{stage}"]["bytes"] == 4_000_000
-        assert 4_000_000 / 33 < stages["Comm.packed.PUSH"]["sent"] < 4_000_000 / 31
+        assert all(stages[f"Comm.packed.{stage}"]["bytes"] == 4_000_000 for stage in ("COMPRESS", "DECOMPRESS"))
+        assert all(stages[f"Comm.packed.{stage}"]["bytes"] == 125_008 for stage in ("PUSH", "PULL"))

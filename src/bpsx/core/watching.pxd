@@ -8,6 +8,8 @@ from bpsx.core.sync cimport now_ns
 from bpsx.core.watch cimport STAGE_NAMES, TOTAL, put, recording, say, say_values, wants_values
 
 cdef enum:
+    PUSH = 7
+    PULL = 8
     LAST_OF_SOURCE = 7          # up to PUSH the values are what this worker, or its machine, gives; afterwards the result
     COORDINATE_BROADCAST = 11   # the result is there, in shared memory, but not copied out yet
 
@@ -28,9 +30,11 @@ cdef inline void passed(Core *c, Partition *p) noexcept nogil:
     cdef uint32_t stage = tensor.stages[p.stage]
     cdef char *values
     cdef int64_t now
+    cdef bint wire
     if tensor.recorded:
         now = now_ns()
-        put(c.watch, <unsigned char>stage, tensor.recorded, p.key, tensor.step, p.entered_ns, now, p.length, 0, 0)
+        wire = p.packed != NULL and (stage == PUSH or stage == PULL)
+        put(c.watch, <unsigned char>stage, tensor.recorded, p.key, tensor.step, p.entered_ns, now, p.packed.size if wire else p.length, 0, 0)
         p.entered_ns = now
     if wants_values(c.watch, p.key) and tensor.current != NULL:
         values = p.source if stage <= LAST_OF_SOURCE or stage == COORDINATE_BROADCAST else p.target
