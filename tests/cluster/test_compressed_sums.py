@@ -90,25 +90,27 @@ def as_wide(values: np.ndarray) -> np.ndarray:
     return values if values.dtype == np.float64 else values.astype(np.float32)
 
 
-def expected(name: str, dtype: str, n: int, params: dict[str, Any], average: bool, workers: int) -> list[np.ndarray]:
-    """What every worker gets, by step."""
+def expected(name: str, dtype: str, n: int, params: dict[str, Any], average: bool, workers: int, processes: int = 1) -> list[np.ndarray]:
+    """What every worker gets, by step. Those of a machine, ``processes``, are added before."""
     given, wide = compression(params), "float64" if dtype == "float64" else "float32"
     given = given if given.compressor else Compression("half")
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     itemsize = kind.itemsize
     draws = [np.random.default_rng([len(name), rank]) for rank in range(workers)]
     spans = [slice(begin, min(begin + PARTITION // itemsize, n)) for begin in range(0, n, PARTITION // itemsize)]
-    ours = [[oracle(given, stream(name.encode(), i), rank, s.stop - s.start, wide) for i, s in enumerate(spans)] for rank in range(workers)]
+    machines = workers // processes
+    ours = [[oracle(given, stream(name.encode(), i), m, s.stop - s.start, wide) for i, s in enumerate(spans)] for m in range(machines)]
     theirs = [oracle(given, stream(name.encode(), i), None, s.stop - s.start, wide) for i, s in enumerate(spans)]
     found = []
     for step in range(STEPS):
         pushed = [as_wide((rng.integers(-64, 64, n) / 8).astype(kind)) for rng in draws]
+        pushed = [sum(pushed[m * processes:(m + 1) * processes], np.zeros(n, wide)) for m in range(machines)]
         factor = RATES[step - 1] / RATES[step] if given.ef == "corrected" and step else 1.0
         out = np.empty(n, kind)
         for i, span in enumerate(spans):
             total = sum((ours[r][i].decode(ours[r][i].encode(pushed[r][span], residual=bool(given.ef), momentum=bool(given.momentum), mu=given.mu,
                                                                factor=factor),
-                                           span.stop - span.start) for r in range(workers)), np.zeros(span.stop - span.start, wide))
+                                           span.stop - span.start) for r in range(machines)), np.zeros(span.stop - span.start, wide))
             if average:
                 total /= total.dtype.type(workers)
             out[span] = theirs[i].decode(theirs[i].encode(total, residual=bool(given.ef), factor=factor, only=_places(given, name, i, theirs[i])),
@@ -117,14 +119,16 @@ def expected(name: str, dtype: str, n: int, params: dict[str, Any], average: boo
     return found
 
 
+def environment(out: Path, cases: list[Any]) -> dict[str, str]:
+    return {"CASES": json.dumps(cases), "STEPS": str(STEPS), "RATES": json.dumps(RATES), "OUT": str(out), "BYTEPS_PARTITION_BYTES": str(PARTITION),
+            "BPSX_FIXED_ORDER": "1", "BYTEPS_MIN_COMPRESS_BYTES": "1000"}
+
+
 @pytest.fixture(scope="module", params=[2, 3], ids="{} workers".format)
 def outputs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path, list[list[Any]]]:
     """What all workers have got, and how many bytes they have sent."""
     out = tmp_path_factory.mktemp("compressed")
-    env = {"CASES": json.dumps(CASES), "STEPS": str(STEPS), "RATES": json.dumps(RATES), "OUT": str(out), "BYTEPS_PARTITION_BYTES": str(PARTITION),
-           "BPSX_FIXED_ORDER": "1",
-           "BYTEPS_MIN_COMPRESS_BYTES": "1000"}
-    return request.param, out, run(PUSHES, request.param, 2, env=env)
+    return request.param, out, run(PUSHES, request.param, 2, env=environment(out, CASES))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c[0])
@@ -195,6 +199,23 @@ def test_randomks_counts_part_with_join_and_meet_again() -> None:
                     workers[name][rank].counter = max(counts)
                     assert next(got[rank]) == answer.tolist(), (name, alone, step, rank)
     assert differed == 3 and left > 0 and all(next(g, None) is None for g in got)
+
+
+#: Those whose sums on a machine are exact: no momentum, which each process adds to its own.
+ON_MACHINES = [case for case in CASES if "momentum" not in case[3] and case[1] != "float16"]
+
+
+def test_machines_of_two_processes_compress_the_sum_of_both(tmp_path: Path) -> None:
+    env = environment(tmp_path, ON_MACHINES)
+    run(PUSHES, 4, 2, processes=2, env=env)
+    for case in ON_MACHINES:
+        for step, want in enumerate(expected(*case, 4, 2)):
+            got = [np.load(tmp_path / f"{case[0]}.{rank}.{step}.npy") for rank in range(4)]
+            assert all((g.view(np.uint8) == got[0].view(np.uint8)).all() for g in got)
+            if case[0].startswith("onebit"):
+                assert (~np.isclose(got[0], want, rtol=1e-5, atol=0)).mean() < 1e-3, (case, step)
+            else:
+                assert (got[0] == want).all(), (case, step)
 
 
 def test_what_travels_is_small(outputs: tuple[int, Path, list[list[Any]]]) -> None:

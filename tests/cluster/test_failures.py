@@ -56,6 +56,29 @@ def test_a_death_is_named_everywhere(who, number):
             assert p.wait() != 0, p.text()
 
 
+_COMPRESSING = _STEPPING.replace("    bpsx.init()\n", """    bpsx.init()
+    bpsx.declare("x", compression={"compressor": "topk", "k": 0.2, "ef": "vanilla"})
+""").replace("200_000", "20_000_000")
+
+
+@pytest.mark.parametrize("who", ["worker", "server"])
+def test_a_death_while_gradients_are_compressed_is_named_everywhere(who):
+    """20 partitions of 4 MB: the pool is at work all the time."""
+    with Job(_COMPRESSING, workers=2, servers=2) as job:
+        started(job)
+        job.workers[0].wait_for_line("running")
+        victim = job.workers[1] if who == "worker" else job.servers[1]
+        pid = victim.popen.pid
+        victim.signal(signal.SIGKILL)
+        for worker in job.workers:
+            if worker is not victim:
+                assert worker.wait() == 7
+                kind, text = caught(worker)
+                assert kind == "PeerLostError" and who in text and f"pid {pid}" in text, text
+        for p in [*job.servers, job.scheduler]:
+            assert p.wait() != 0, p.text()
+
+
 def test_a_server_that_stops_answering_is_noticed_by_its_silence():
     with Job(_STEPPING, env={"PS_HEARTBEAT_INTERVAL": "0.3", "PS_HEARTBEAT_TIMEOUT": "1.5"}) as job:
         started(job)

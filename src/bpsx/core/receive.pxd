@@ -84,6 +84,8 @@ cdef inline int pump_in(Core *c) noexcept nogil:
     cdef int n = 0, more
     while n < MESSAGES_AT_ONCE and c.endpoint.recv(c.endpoint.self, &m) == 1:
         n += 1
+        c.counters.messages_in += 1         # before anybody hears that a push_pull has ended
+        c.counters.received += m.head_size + m.body_size
         at = 0
         more = -1 if m.peer >= c.n_lanes else 1
         while more > 0:
@@ -92,7 +94,5 @@ cdef inline int pump_in(Core *c) noexcept nogil:
                 more = -1
         if more < 0:
             c.counters.malformed += 1
-        c.counters.messages_in += 1
-        c.counters.received += m.head_size + m.body_size
         c.endpoint.release(c.endpoint.self, &m)
     return n
