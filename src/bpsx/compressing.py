@@ -14,6 +14,7 @@ from bpsx.compression import FLOATS, NONE, Compression, Momentum, check_fits, ef
 from bpsx.config import Config
 from bpsx.dtypes import BY_CODE
 from bpsx.errors import BpsxError, ConfigError
+from bpsx.kernels.codecs import codec
 from bpsx.kernels.outside import import_compressors
 from bpsx.neighbourhood import Neighbourhood
 from bpsx.partitioner import whole_pages
@@ -52,7 +53,16 @@ class Compressing:
         if compression != NONE and self._config.asynchronous:
             raise ConfigError(f"{name!r}: compression={compression.text()} with BYTEPS_ENABLE_ASYNC=1: servers add to values of one shape")
         if compression != self._of.get(name, NONE):     # what is the same stays the same object
+            self._warn_of(compression)
             self._of[name] = compression
+
+    def _warn_of(self, compression: Compression) -> None:
+        """Once, of residuals that may grow."""
+        if not compression.ef or compression in self._of.values() or codec(compression.compressor).shrinks(dict(compression.options)):
+            return
+        log.warning("compression=%s: what this compressor leaves over may be more than what it was given, so the residual of ef=%r can grow from step "
+                    "to step without end: dithering needs normalize='max' and k of at least 2 for that, and without ef keeps the mean anyway",
+                    compression.text(), compression.ef)
 
     @property
     def any(self) -> bool:
@@ -97,18 +107,18 @@ class Compressing:
         self, name: str, dtype: int, parts: list[tuple[int, int, int, int, int]], generation: int, used: Compression | None,
     ) -> Tensor:
         """What the core knows of a declared name. Only who speaks to servers compresses."""
-        codec = used if self._near.has_lanes else None
-        stages = stages_for("cpu", codec is not None, self._near.place)
-        if codec is None:
+        given = used if self._near.has_lanes else None
+        stages = stages_for("cpu", given is not None, self._near.place)
+        if given is None:
             return Tensor(name, dtype, parts, stages, generation, "" if used is None else used.text())
         self.core.open_pool(self._config.compress_threads)
         if self._near.place is not Place.DIRECT:    # each process has added it to its own share
-            codec = replace(codec, momentum="")
-        made = [make(codec, BY_CODE[dtype].name, length, stream(name.encode(), i), self._near.sender) for i, (*_, length) in enumerate(parts)]
-        tensor = Tensor(name, dtype, parts, stages, generation, codec.text(), made)
+            given = replace(given, momentum="")
+        made = [make(given, BY_CODE[dtype].name, length, stream(name.encode(), i), self._near.sender) for i, (*_, length) in enumerate(parts)]
+        tensor = Tensor(name, dtype, parts, stages, generation, given.text(), made)
         lengths = [length for *_, length in parts]
         self._current[name] = tensor
-        self._meanings[tensor] = {"dtype": BY_CODE[dtype].name, "nbytes": sum(lengths), "codec": codec.text(), "lengths": lengths}
+        self._meanings[tensor] = {"dtype": BY_CODE[dtype].name, "nbytes": sum(lengths), "codec": given.text(), "lengths": lengths}
         self._put(tensor)
         return tensor
 

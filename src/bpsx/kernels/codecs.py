@@ -85,6 +85,10 @@ class Codec(ABC):
         """Bytes of scratch memory for n elements."""
         return 0
 
+    def shrinks(self, options: Mapping[str, Any]) -> bool:
+        """Whether p - decode(encode(p)) is always less than p: a residual that is not may grow from round to round, without end."""
+        return True
+
     @abstractmethod
     def encoder(self, residual: bool, momentum: bool) -> Encoder:
         """A function for Numba, with or without residual and momentum."""

@@ -112,6 +112,10 @@ class Dithering(Codec):
             raise ConfigError(f"k={k!r}: allowed is {allowed}")
         return {"k": number, "partition": partition, "normalize": normalize}
 
+    def shrinks(self, options: Mapping[str, Any]) -> bool:
+        """With the max norm an element is off by less than half the largest, from 2 levels on. The l2 norm may be any number of times the largest."""
+        return options["normalize"] == "max" and int(options["k"]) >= 2
+
     def numbers(self, options: Mapping[str, Any]) -> list[int]:
         """[k, natural, l2]"""
         return [options["k"], int(options["partition"] == "natural"), int(options["normalize"] == "l2")]
