@@ -60,8 +60,8 @@ class Compressing:
         """Once, of residuals that may grow."""
         if not compression.ef or compression in self._of.values() or codec(compression.compressor).shrinks(dict(compression.options)):
             return
-        log.warning("compression=%s: what this compressor leaves over may be more than what it was given, so the residual of ef=%r can grow from step "
-                    "to step without end: dithering needs normalize='max' and k of at least 2 for that, and without ef keeps the mean anyway",
+        log.warning("compression=%s: what this compressor leaves over may be more than what it was given, so the residual of ef=%r can grow from "
+                    "step to step without end: dithering needs normalize='max' and k of at least 2 for that, and without ef keeps the mean anyway",
                     compression.text(), compression.ef)
 
     @property

@@ -15,8 +15,10 @@ from bpsx.compression import NONE, Compression, check_fits, compression, effecti
 from bpsx.config import Config
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import ConfigError
+from bpsx.kernels.codecs import codec
 from bpsx.neighbourhood import Neighbourhood
 from bpsx.torch.choices import choose
+from unit.codec_tools import Coder
 
 GOOD: list[dict[str, Any]] = [
     {"compressor": "onebit"}, {"compressor": "onebit", "scaling": True, "ef": "vanilla", "momentum": "nesterov", "mu": 0.9, "seed": 3, "fp16": True},
@@ -150,3 +152,19 @@ def test_choices_of_parameters() -> None:
     for wrong, text in (({"d": one}, "names parameters that the optimizer has not: d"), (3, "is a int"), ({"a": {"k": 3}}, "of 'a': k=3 without")):
         with pytest.raises(ConfigError, match=text):
             choose(wrong, names, "X", {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options, shrinks", [({"k": 2}, True), ({"k": 1}, False), ({"k": 2, "partition": "natural"}, True),
+                                              ({"k": 1, "partition": "natural"}, False), ({"k": 16, "normalize": "l2"}, False)], ids=str)
+def test_residuals_of_what_shrinks_stay_small_and_others_may_grow(options: dict[str, Any], shrinks: bool) -> None:
+    dithering = codec("dithering")
+    assert dithering.shrinks(dithering.options(options)) == shrinks
+    rng, coder, largest = np.random.default_rng(0), Coder("dithering", options, 65536, residual=True), []
+    for _ in range(40):
+        coder.encode(rng.standard_normal(65536).astype(np.float32))
+        largest.append(float(np.abs(coder.residual).max()))
+    assert (largest[-1] > 2 * largest[4]) != shrinks, largest[4::5]
+
+
+def test_the_others_shrink() -> None:
+    assert all(codec(name).shrinks({}) for name in ("onebit", "topk", "randomk"))
