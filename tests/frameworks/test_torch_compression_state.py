@@ -168,7 +168,7 @@ def job_refusals() -> Any:
     said["changed"] = _said(optimizer.step)
     optimizer.param_groups[0]["momentum"] = 0.9
     optimizer.zero_grad()
-    for key, entry in (("entry", 5), ("version", {"version": 99}), ("inside", {"version": 1, "weight_decay": {}, "compression": {"d.0.weight": 3}})):
+    for key, entry in (("entry", 5), ("version", {"version": 99}), ("inside", {"version": 1, "compression": {"d.0.weight": 3}})):
         said[key] = _said(lambda entry=entry: optimizer.load_state_dict({**optimizer.state_dict(), "bpsx": entry}))
     optimizer.load_state_dict({k: v for k, v in optimizer.state_dict().items() if k != "bpsx"})     # of a run without compression
     embedding = nn.Embedding(500, 16, sparse=True)
@@ -225,6 +225,41 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 def test_refusals(refusals: list[dict[str, str]], case: str, texts: tuple[str, ...]) -> None:
     for said in refusals:
         assert all(text in said[case] for text in texts), said[case]
+
+
+def job_root_loads() -> Any:
+    """Worker 0 alone has a checkpoint, and broadcasts."""
+    params = {"compressor": "onebit", "scaling": True, "ef": "vanilla", **NESTEROV}
+    model = network()
+    optimizer = distributed(model, sgd(model, weight_decay=0.1), "loads", params)
+    if bps.rank() == 0:
+        first = network()
+        other = distributed(first, sgd(first, weight_decay=0.1), "saves", None)
+        state = other.state_dict()
+        state["state"] = {i: {"weight_decay_momentum": torch.ones_like(p)} for i, p in enumerate(first.parameters())}
+        optimizer.load_state_dict(state)
+    bps.broadcast_optimizer_state(optimizer, 0)
+    for step in range(5):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    return weights(model), [optimizer.state[p]["weight_decay_momentum"].clone() for p in model.parameters()]
+
+
+def job_after_shutdown() -> Any:
+    optimizer = _step(network(), "end", {"compressor": "onebit"})
+    bps.shutdown()
+    with pytest.warns(UserWarning, match="after shutdown"):
+        return sorted(optimizer.state_dict())
+
+
+def test_what_workers_have_alike_is_broadcast_and_state_can_be_had_after_the_end(tmp_path: Path) -> None:
+    finished = run_job(__file__, ["job_root_loads", "job_after_shutdown"], tmp_path, BYTEPS_MIN_COMPRESS_BYTES="1000")
+    assert finished.status == 0, finished.output[-3000:]
+    one, two = each(finished, "job_root_loads")
+    assert all(torch.equal(a, b) for mine, yours in zip(one, two, strict=True) for a, b in zip(mine, yours, strict=True))
+    assert one[1][0].mean() > 0.5, "what was loaded has gone on"
+    assert each(finished, "job_after_shutdown") == [["param_groups", "state"]] * 2
 
 
 def job_alone() -> Any:

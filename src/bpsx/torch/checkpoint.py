@@ -9,30 +9,26 @@ import torch
 
 from bpsx import _adapter
 from bpsx.errors import ConfigError
-from bpsx.torch.momentum import TakenOver
 
 #: The entry's key.
 KEY = "bpsx"
 _VERSION = 1
 
 
-def save(wires: Mapping[str, str], taken_over: TakenOver | None) -> dict[str, Any]:
+def save(wires: Mapping[str, str]) -> dict[str, Any]:
     """The entry. ``wires``: what each parameter's gradient is called on the wire, of those that are compressed; none of them may be under way."""
     saved = _adapter.session().compressing.save(wires.values())
     kept = {name: {k: torch.from_numpy(v.copy()) if hasattr(v, "dtype") else v for k, v in saved[wire].items()}
             for name, wire in wires.items() if wire in saved}
-    return {"version": _VERSION, "compression": kept, "weight_decay": taken_over.state() if taken_over is not None else {}}
+    return {"version": _VERSION, "compression": kept}
 
 
-def load(entry: Any, wires: Mapping[str, str], taken_over: TakenOver | None) -> None:
+def load(entry: Any, wires: Mapping[str, str]) -> None:
     """Put back what :func:`save` has made. Raises :class:`ConfigError` for what is no such entry, and as
     :meth:`bpsx.compressing.Compressing.restore`."""
-    if not isinstance(entry, Mapping) or entry.get("version") != _VERSION or not isinstance(entry.get("compression"), Mapping) \
-            or not isinstance(entry.get("weight_decay"), Mapping):
+    if not isinstance(entry, Mapping) or entry.get("version") != _VERSION or not isinstance(entry.get("compression"), Mapping):
         raise ConfigError(f"load_state_dict: {KEY!r} holds no state of compression that this version of bpsx knows")
     _adapter.session().compressing.restore({wires[name]: _arrays(state) for name, state in entry["compression"].items() if name in wires})
-    if taken_over is not None:
-        taken_over.load(entry["weight_decay"])
 
 
 def _arrays(state: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,26 +22,29 @@ def momentum_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> d
     return {names[id(p)]: float(group["momentum"]) for group in optimizer.param_groups if group.get("momentum") for p in group["params"]}
 
 
+#: The momentum of a parameter's weight decay, in the optimizer's state of it: so it is saved and broadcast like all that workers have alike.
+_KEPT = "weight_decay_momentum"
+
+
 class Decayed:
     """A parameter whose gradient weight decay is added to before the step, as the optimizer would do, and with a momentum of its own if it is asked
     for: that of the gradient is added before compression, and onebit would lose the decay (as BytePS has it)."""
 
-    def __init__(self, name: str, parameter: torch.Tensor, mu: float | None) -> None:
-        self.name, self._parameter, self._mu = name, parameter, mu
-        self.kept: torch.Tensor | None = None
+    def __init__(self, parameter: torch.Tensor, mu: float | None) -> None:
+        self.parameter, self._mu = parameter, mu
 
-    def add(self, decay: float, maximize: bool) -> None:
-        """Add ``decay`` times the parameter to its gradient, and with mu: m = mu m + that, gradient += mu m."""
-        gradient, parameter = self._parameter.grad, self._parameter.detach()
+    def add(self, decay: float, maximize: bool, kept: torch.Tensor | None) -> torch.Tensor | None:
+        """Add ``decay`` times the parameter to its gradient, and with mu: m = mu m + that, gradient += mu m. Returns m, which was ``kept``."""
+        gradient, parameter = self.parameter.grad, self.parameter.detach()
         if gradient is None:
-            return
+            return kept
         sign = -1.0 if maximize else 1.0        # such an optimizer turns the gradient's sign first
         gradient.add_(parameter, alpha=sign * decay)
         if self._mu is not None:
-            if self.kept is None:
-                self.kept = torch.zeros_like(parameter)
-            self.kept.mul_(self._mu).add_(parameter, alpha=decay)
-            gradient.add_(self.kept, alpha=sign * self._mu)
+            kept = torch.zeros_like(parameter) if kept is None else kept
+            kept.mul_(self._mu).add_(parameter, alpha=decay)
+            gradient.add_(kept, alpha=sign * self._mu)
+        return kept
 
 
 class TakenOver:
@@ -58,8 +61,8 @@ class TakenOver:
             self._check(i, group, [name for name in chosen if name not in with_momentum])
             self._momenta[i] = float(group.get("momentum") or 0.0)
             if isinstance(optimizer, _COUPLED) and any(c is not None and c.compressor == "onebit" for c in chosen.values()):
-                self._decayed[i] = [Decayed(name, p, c.mu if c.compressor == "onebit" else None)
-                                    for (name, c), p in zip(chosen.items(), group["params"], strict=True) if c is not None]
+                self._decayed[i] = [Decayed(p, c.mu if c.compressor == "onebit" else None)
+                                    for c, p in zip(chosen.values(), group["params"], strict=True) if c is not None]
 
     @staticmethod
     def _check(i: int, group: dict[str, Any], without: list[str]) -> None:
@@ -70,8 +73,9 @@ class TakenOver:
             raise ConfigError(f"{_WHAT} knows no dampening, and group {i} has dampening={group['dampening']}")
 
     @contextmanager
-    def off(self, groups: Groups) -> Iterator[None]:
-        """Inside, the optimizer has no momentum of its own in these groups, and what weight decay adds is in the gradients already.
+    def off(self, groups: Groups, state: MutableMapping[torch.Tensor, Any]) -> Iterator[None]:
+        """Inside, the optimizer has no momentum of its own in these groups, and what weight decay adds is in the gradients already. ``state``: the
+        optimizer's.
 
         Raises :class:`ConfigError` if somebody has changed the momentum: what is added to gradients would not follow.
         """
@@ -82,6 +86,7 @@ class TakenOver:
                                   "compression_params' momentum='nesterov', which cannot follow: leave it as it is (schedulers: "
                                   "cycle_momentum=False; checkpoints: of the same momentum)")
         changed: list[tuple[dict[str, Any], str, Any]] = []
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             for i, before in self._momenta.items():
                 if before:
@@ -90,24 +95,18 @@ class TakenOver:
                 if decay and i in self._decayed:
                     with torch.no_grad():
                         for decayed in self._decayed[i]:
-                            decayed.add(float(decay), bool(dict.get(groups[i], "maximize")))
+                            of = decayed.parameter
+                            m = decayed.add(float(decay), bool(dict.get(groups[i], "maximize")), state[of].get(_KEPT) if of in state else None)
+                            kept += [(of, m)] if m is not None else []
                     self._set(changed, groups[i], "weight_decay", 0.0)
             yield
         finally:
             for group, key, value in changed:
                 group[key] = value
+            for parameter, m in kept:       # not before the step: an optimizer may begin by asking whether there is any state
+                state[parameter][_KEPT] = m
 
     @staticmethod
     def _set(changed: list[tuple[dict[str, Any], str, Any]], group: dict[str, Any], key: str, value: Any) -> None:
         changed.append((group, key, dict.__getitem__(group, key)))
         group[key] = value
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """The momentum of weight decay, by parameter's name."""
-        return {d.name: d.kept.clone() for found in self._decayed.values() for d in found if d.kept is not None}
-
-    def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """The other way round. The same on all workers, since weights are."""
-        for found in self._decayed.values():
-            for d in found:
-                d.kept = state[d.name].detach().clone() if d.name in state else None

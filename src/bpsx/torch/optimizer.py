@@ -218,7 +218,7 @@ class _DistributedOptimizer(_Base):
             raise GradientOrderError("step() inside skip_synchronize() while gradients are under way: call synchronize() first")
         exchange.synchronized = exchange.implicit = False
         taken_over = self._taken_over if exchange.active else None
-        with taken_over.off(vars(self)["param_groups"]) if taken_over is not None else nullcontext():
+        with taken_over.off(vars(self)["param_groups"], vars(self)["state"]) if taken_over is not None else nullcontext():
             result = super().step()
         return result if closure is None else loss
 
@@ -244,7 +244,7 @@ class _DistributedOptimizer(_Base):
         found = super().state_dict()
         wires = self._wires()
         if wires:
-            found[checkpoint.KEY] = checkpoint.save(wires, self._taken_over)
+            found[checkpoint.KEY] = checkpoint.save(wires)
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -253,12 +253,15 @@ class _DistributedOptimizer(_Base):
         super().load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
         wires = self._wires()
         if checkpoint.KEY in state_dict and wires:
-            checkpoint.load(state_dict[checkpoint.KEY], wires, self._taken_over)
+            checkpoint.load(state_dict[checkpoint.KEY], wires)
 
     def _wires(self) -> dict[str, str]:
         """What compressed gradients are called on the wire, by parameter's name; none of them is under way."""
         exchange = self._exchange
         if not exchange.choices or not exchange.active:
+            return {}
+        if not _adapter.initialised():
+            warnings.warn("after shutdown() an optimizer's state_dict() has nothing of what compression keeps: take it before", stacklevel=3)
             return {}
         exchange.look()
         return {name: PREFIX + name for name in exchange.choices}
