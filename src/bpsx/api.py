@@ -121,11 +121,13 @@ def resume(num_workers: int, num_servers: int, global_rank: int | None = None, c
 
 
 def _next_session(config: Config) -> Session:
-    """One that goes on with the names of the suspended one."""
+    """One that goes on with the names of the suspended one, and has from then on what was kept of them."""
+    global _remembered
     end = time.monotonic() + config.rendezvous_timeout
     while True:
         try:
-            return Session(config, _order, _remembered)
+            found, _remembered = Session(config, _order, _remembered), None
+            return found
         except errors.JobOverError:     # the old scheduler is still there
             if time.monotonic() >= end:
                 raise
