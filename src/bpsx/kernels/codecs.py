@@ -20,7 +20,7 @@ import importlib
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bpsx.errors import ConfigError
@@ -34,6 +34,7 @@ COMPRESSORS = ("onebit", "topk", "randomk", "dithering")
 _BUILT_IN = (*COMPRESSORS, "half")
 _lock = threading.RLock()
 _codecs: dict[str, Codec] = {}
+_device_codecs: dict[str, DeviceCodec] = {}
 _conversions: dict[str, tuple[int, int, tuple[object, ...]]] = {}
 _momenta: dict[str, tuple[int, object]] = {}
 _loaded: dict[tuple[str, str, bool, bool], Compiled] = {}
@@ -83,6 +84,36 @@ class Codec(ABC):
         """A function for Numba."""
 
 
+class DeviceCodec(ABC):
+    """The same compressor on a GPU: the same bytes, residual and momentum for the same input, seed and counter, as far as sums in another order allow.
+
+    Its functions queue kernels on the stream that they are given and return; they neither wait nor allocate. Memory is the device's: an array with
+    ``__cuda_array_interface__`` or an address (int), wire and scratch aligned to 16 bytes, state as for an :data:`Encoder`. ``wide`` is float32 or
+    float64; ``options`` are N_OPTIONS integers as for an :data:`Encoder`, on the host. ``stream`` is a raw handle; one partition's calls come in order.
+    :meth:`Codec.options`, ``numbers`` and ``capacity`` are the CPU codec's of the same name.
+    """
+
+    name: str
+
+    @abstractmethod
+    def size(self, wide: str, n: int, options: Sequence[int]) -> int | None:
+        """The bytes that an encoder writes if the host knows that beforehand, else None."""
+
+    def scratch(self, n: int, options: Sequence[int]) -> int:
+        """Bytes of scratch memory for n elements, for encoding and decoding; what lies there is nobody's."""
+        return 0
+
+    @abstractmethod
+    def encode(self, wide: str, g: Any, e: Any, m: Any, wire: Any, written: Any, scratch: Any, state: Any, options: Sequence[int], n: int,
+               counter: int, factor: float, mu: float, stream: int) -> None:
+        """As an :data:`Encoder`; e and m are None without residual and momentum. The bytes written: :meth:`size`, or else in ``written`` (int64)."""
+
+    @abstractmethod
+    def decode(self, wide: str, wire: Any, size: int, out: Any, scratch: Any, status: Any, options: Sequence[int], n: int, add: bool,
+               stream: int) -> None:
+        """As a :data:`Decoder`. ``status`` (int32) becomes -1 if the bytes are none of this codec's, else it stays: the caller has made it 0."""
+
+
 class Compiled(NamedTuple):
     """Addresses of a codec's functions for one element type, and what keeps them alive."""
 
@@ -95,6 +126,25 @@ def register(codec: Codec) -> None:
     """Make a codec known to this process. Workers and servers load the modules in ``BPSX_COMPRESSORS`` for that. Thread-safe."""
     with _lock:
         _codecs[codec.name] = codec
+
+
+def register_device(codec: DeviceCodec) -> None:
+    """Make a codec's kernels for GPUs known to this process. Thread-safe."""
+    with _lock:
+        _device_codecs[codec.name] = codec
+
+
+def device_codec(name: str) -> DeviceCodec:
+    """The kernels for GPUs of the codec of that name, which compile when they are first used. They need the package numba-cuda.
+
+    Raises :class:`~bpsx.errors.ConfigError` if there are none. Thread-safe.
+    """
+    with _lock:
+        if name in _BUILT_IN and name not in _device_codecs:
+            importlib.import_module(f"bpsx.kernels.cuda.{name}")    # registers itself
+        if name not in _device_codecs:
+            raise ConfigError(f"compressor={name!r} has no kernels for GPUs; those that have are {', '.join(dict.fromkeys((*COMPRESSORS, *_device_codecs)))}")
+        return _device_codecs[name]
 
 
 def codec(name: str) -> Codec:
