@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bench import compress_gpu
 from bench.jobs import progress
 from bench.report import BenchError, Case, median_case
 from bpsx.kernels.codecs import N_OPTIONS, N_STATE, SLACK, codec, load_codec
@@ -65,10 +66,13 @@ ROWS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which cases."""
     parser.add_argument("--only", metavar="PART", default="", help="only cases whose name contains this")
+    parser.add_argument("--gpu", action="store_true", help="the CUDA kernels, against a copy on the device; needs PyTorch and numba-cuda")
 
 
 def run(options: argparse.Namespace) -> list[Case]:
     """All cases that were asked for. Raises :class:`BenchError` if one cannot run."""
+    if options.gpu:
+        return compress_gpu.run(options.quick, options.only)
     turns = 3 if options.quick else 15
     rows = [row for row in ROWS if options.only in row.case]
     if not rows:

@@ -24,7 +24,7 @@ def place(begin: int, thread: int, j: int) -> Any:
 
 @device
 def fetch(to: Any, p: Any, begin: int, thread: int, n: int) -> None:
-    """A thread's elements of p; behind the last one it again and again."""
+    """A thread's elements of p. What stands for those behind the last one is nobody's: another thread may change what is read there."""
     for j in range(EACH):
         to[j] = p[min(place(begin, thread, j), n - 1)]
 

@@ -36,7 +36,7 @@ from bpsx.kernels.cuda.device import (
     thread,
     times,
 )
-from bpsx.kernels.cuda.feedback import EACH, TILE, add_up, fetch, keep
+from bpsx.kernels.cuda.feedback import EACH, TILE, add_up, fetch, keep, place
 from bpsx.kernels.cuda.words import mixed
 
 _HEAD = 8
@@ -50,7 +50,7 @@ _ANY, _SENT = 1, 2
 @device
 def _start(seed: int, counter: Any) -> Any:
     """The round's generator."""
-    return mixed(np.uint64(seed) + mixed(counter + _GAMMA))
+    return mixed(np.uint64(np.int64(seed)) + mixed(counter + _GAMMA))
 
 
 @device
@@ -112,7 +112,7 @@ def _encoder(wide: str, residual: bool, momentum: bool) -> Kernel:
             if residual:
                 keep(e, p, begin, t, n)
             for j in range(EACH):
-                overflow |= magnitude(p[j]) >= bound
+                overflow |= place(begin, t, j) < n and magnitude(p[j]) >= bound
             sync()
             for part in range(2):       # what is before the turn comes last
                 first, behind = (begin, min(end, turn)) if part == 0 else (max(begin, turn), end)

@@ -27,7 +27,9 @@ def device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def at(address: Any, offset: Any, element: Any) -> Any:
-    """An array whose end nobody knows, as a pointer's."""
+    """An array whose end nobody knows, as a pointer's. None at all at 0, where nothing is."""
+    if not address:
+        return None
     memory = (ctypes.c_uint8 * (_ENDLESS * np.dtype(element).itemsize)).from_address(int(address) + int(offset))
     return np.frombuffer(memory, element)
 

@@ -1,0 +1,355 @@
+"""dithering on a GPU: see ``cpu/dithering.py``, whose wire and residual these are; of the l2 norm as far as a sum in another order allows.
+
+Three kernels encode: the norm, and what is to be sent; then each chunk's levels, which a block packs into scratch memory; and these, side by side, into
+the wire. What needs to know of all blocks, the norm and where each chunk begins, is done by the block that is done last.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from bpsx.kernels.codecs import N_OPTIONS, DeviceCodec, register_device
+from bpsx.kernels.cpu.levels import bits_bound
+from bpsx.kernels.cuda.device import (
+    THREADS,
+    WARPS,
+    Kernel,
+    address,
+    at,
+    block,
+    blocks,
+    device,
+    element,
+    float_of,
+    forget,
+    grid,
+    kernel,
+    last,
+    magnitude,
+    negative,
+    plus,
+    refuse,
+    scan,
+    shared_max,
+    signed,
+    sync,
+    thread,
+    times,
+    total,
+)
+from bpsx.kernels.cuda.feedback import EACH, TILE, add_up, fetch, keep, place
+from bpsx.kernels.cuda.levels import BITMAP, CHUNK, LASTS, LEVELS, MOST, SIGN, STEPS, WORDS, pack, row, unpack
+from bpsx.kernels.cuda.rounding import key_of, leveller, noise, scaler, unit_of, valuer
+
+_HEAD = 8
+_SEED = N_OPTIONS - 1
+#: Sums or maxima that blocks leave in scratch: as many as blocks can be. Behind them, of each chunk its length and where it begins (uint32).
+_SUMS = 4096
+_LENGTHS = 8 * _SUMS
+#: Where in the state, seen as int32, blocks take their tickets.
+_TICKET = 6
+
+
+def _region(k: int) -> int:
+    """The bytes of scratch that a packed chunk has."""
+    return 4 * ((8 + CHUNK * bits_bound(k) + 31) // 32 + 1)
+
+
+@functools.cache
+def _norm(wide: str, residual: bool, momentum: bool, l2: bool) -> Kernel:
+    """The first pass."""
+    real, natural_unit, linear_unit = element(wide), unit_of(wide, True), unit_of(wide, False)
+
+    @kernel(addresses=7, integers=3, floats=2)
+    def norm_of(g_: Any, e_: Any, m_: Any, wire: Any, written: Any, scratch: Any, state: Any, n: int, k: int, natural: int,
+                factor: float, mu: float) -> None:
+        g, e, m, sums, tops = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(scratch, 0, np.float64), at(scratch, 0, np.uint64)
+        room = cuda.shared.array(WARPS, np.float64)
+        largest = cuda.shared.array(1, np.uint64)
+        ticket = cuda.shared.array(1, np.int32)
+        p, left, momenta = cuda.local.array(EACH, real), cuda.local.array(EACH, real), cuda.local.array(EACH, real)
+        t, f, u, top, squares = thread(), real(factor), real(mu), np.uint64(0), 0.0
+        for begin in range(block() * TILE, n, blocks() * TILE):
+            fetch(p, g, begin, t, n)
+            if residual:
+                fetch(left, e, begin, t, n)
+            if momentum:
+                fetch(momenta, m, begin, t, n)
+            add_up(p, left, momenta, f, u, residual, momentum)
+            if momentum:
+                keep(m, momenta, begin, t, n)
+            if residual:
+                keep(e, p, begin, t, n)
+            for j in range(EACH):
+                if l2:
+                    wide_ = np.float64(p[j])
+                    squares += wide_ * wide_ if place(begin, t, j) < n else 0.0
+                elif place(begin, t, j) < n:
+                    top = max(top, magnitude(p[j]))
+        if t == 0:
+            largest[0] = 0
+        squares = total(squares, room) if l2 else 0.0
+        sync()
+        shared_max(largest, 0, top)
+        sync()
+        if t == 0:
+            if l2:
+                sums[block()] = squares
+            else:
+                tops[block()] = largest[0]
+        if not last(at(state, 0, np.int32), _TICKET, ticket):
+            return
+        top, squares = np.uint64(0), 0.0
+        for i in range(t, blocks(), THREADS):
+            if l2:
+                squares += sums[i]
+            else:
+                top = max(top, tops[i])
+        squares = total(squares, room) if l2 else 0.0
+        shared_max(largest, 0, top)
+        sync()
+        norm = np.float64(math.sqrt(squares)) if l2 else np.float64(float_of(largest[0], real(0)))
+        highest = natural_unit(norm, k) if natural else times(linear_unit(norm, k), real(k))
+        finite = abs(highest) < np.inf
+        if t == 0:
+            at(wire, 0, np.float64)[0] = norm if finite else np.nan
+            at(written, 0, np.int64)[0] = _HEAD
+        if not finite:
+            if residual:
+                forget(e, n)
+            if momentum:
+                forget(m, n)
+
+    return norm_of
+
+
+@functools.cache
+def _packer(wide: str, residual: bool, momentum: bool, natural: bool) -> Kernel:
+    """The second pass."""
+    real, level_of, value_of, scales_of, unit_of_ = (element(wide), leveller(natural), valuer(wide, natural), scaler(wide, natural),
+                                                     unit_of(wide, natural))
+
+    @device
+    def quantise(g: Any, e: Any, m: Any, levels: Any, begin: int, size: int, n: int, k: int, u: Any, a: Any, b: Any, top: Any, unit: Any,
+                 key: Any) -> None:
+        """The levels and signs of a chunk, and what they leave in the residual."""
+        p, momenta = cuda.local.array(EACH, real), cuda.local.array(EACH, real)
+        t = thread()
+        for first in range(0, size, TILE):
+            fetch(p, e if residual else g, begin + first, t, n)
+            if momentum and not residual:
+                fetch(momenta, m, begin + first, t, n)
+                for j in range(EACH):
+                    p[j] = plus(p[j], times(u, momenta[j]))
+            for j in range(EACH):
+                i = place(first, t, j)
+                level = level_of(abs(p[j]), a, b, top, noise(begin + i, key)) if i < size else 0
+                if i < CHUNK:
+                    levels[row(i)] = np.uint16(level | (SIGN if i < size and negative(p[j]) else 0))
+                if residual:
+                    p[j] = plus(p[j], -signed(value_of(level, k, unit), p[j]))
+            if residual:
+                keep(e, p, begin + first, t, begin + size)
+
+    @device
+    def line_up(wire: Any, written: Any, lengths: Any, chunks: int, room: Any) -> None:
+        """Where each chunk begins, and the end."""
+        each = (chunks + THREADS - 1) // THREADS
+        first, behind = min(thread() * each, chunks), min((thread() + 1) * each, chunks)
+        sum_ = 0
+        for chunk in range(first, behind):
+            sum_ += np.int64(lengths[chunk])
+        begin, all_ = scan(sum_, room)
+        begin += _HEAD + 2 * chunks
+        for chunk in range(first, behind):
+            lengths[chunks + chunk] = np.uint32(begin)
+            begin += np.int64(lengths[chunk])
+        if thread() == 0:
+            at(written, 0, np.int64)[0] = _HEAD + 2 * chunks + all_
+
+    @kernel(addresses=7, integers=5, floats=1)
+    def pack_all(g_: Any, e_: Any, m_: Any, wire: Any, written: Any, scratch: Any, state: Any, n: int, k: int, region: int, seed: int, counter: int,
+                 mu: float) -> None:
+        g, e, m, lengths = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(scratch, _LENGTHS, np.uint32)
+        levels = cuda.shared.array(LEVELS, np.uint16)
+        buffer = cuda.shared.array(MOST, np.uint32)
+        lasts = cuda.shared.array(LASTS, np.int32)
+        room = cuda.shared.array(WARPS, np.int32)
+        masks, words = cuda.local.array(WORDS, np.uint32), cuda.local.array(WORDS, np.uint32)
+        t, norm, u, key, chunks = thread(), at(wire, 0, np.float64)[0], real(mu), key_of(seed, counter), (n + CHUNK - 1) // CHUNK
+        if not norm > 0:
+            return
+        a, b, top = scales_of(norm, k)
+        unit = unit_of_(norm, k)
+        for chunk in range(block(), chunks, blocks()):
+            begin = chunk * CHUNK
+            size = min(CHUNK, n - begin)
+            for i in range(t, region // 4, THREADS):
+                buffer[i] = 0
+            quantise(g, e, m, levels, begin, size, n, k, u, a, b, top, unit, key)
+            sync()
+            length = pack(buffer, levels, size, k, lasts, room, masks, words)
+            sync()
+            packed = at(scratch, _LENGTHS + 8 * chunks + chunk * region, np.uint32)
+            for i in range(t, (length + 3) // 4, THREADS):
+                packed[i] = buffer[i]
+            if t == 0:
+                lengths[chunk] = np.uint32(length)
+                at(wire, _HEAD, np.uint16)[chunk] = np.uint16(length)
+            sync()
+        if last(at(state, 0, np.int32), _TICKET, room):
+            line_up(wire, written, lengths, chunks, room)
+
+    return pack_all
+
+
+@functools.cache
+def _joiner() -> Kernel:
+    @kernel(addresses=2, integers=2)
+    def join(wire: Any, scratch: Any, chunks: int, region: int) -> None:
+        to, lengths = at(wire, 0, np.uint8), at(scratch, _LENGTHS, np.uint32)
+        if not at(wire, 0, np.float64)[0] > 0:
+            return
+        for chunk in range(block(), chunks, blocks()):
+            packed, begin = at(scratch, _LENGTHS + 8 * chunks + chunk * region, np.uint8), np.int64(lengths[chunks + chunk])
+            for i in range(thread(), np.int64(lengths[chunk]), THREADS):
+                to[begin + i] = packed[i]
+
+    return join
+
+
+@functools.cache
+def _filler(wide: str, add: bool) -> Kernel:
+    real = element(wide)
+
+    @kernel(addresses=3, integers=1)
+    def fill(wire: Any, out_: Any, status: Any, n: int) -> None:
+        out, norm = at(out_, 0, real), at(wire, 0, np.float64)[0]
+        if norm == 0 or norm != norm:
+            for i in range(block() * THREADS + thread(), n, blocks() * THREADS):
+                out[i] = out[i] + real(norm) if add else real(norm)
+        else:
+            at(status, 0, np.int32)[0] = -1
+
+    return fill
+
+
+@functools.cache
+def _finder() -> Kernel:
+    """Where each chunk begins, by one block."""
+    @kernel(addresses=3, integers=2)
+    def find(wire: Any, scratch: Any, status: Any, size: int, chunks: int) -> None:
+        lengths, begins = at(wire, _HEAD, np.uint16), at(scratch, 0, np.uint32)
+        room = cuda.shared.array(WARPS, np.int32)
+        each = (chunks + THREADS - 1) // THREADS
+        first, behind = min(thread() * each, chunks), min((thread() + 1) * each, chunks)
+        sum_ = 0
+        for chunk in range(first, behind):
+            sum_ += np.int64(lengths[chunk])
+        begin, all_ = scan(sum_, room)
+        begin += _HEAD + 2 * chunks
+        for chunk in range(first, behind):
+            begins[chunk] = np.uint32(begin)
+            begin += np.int64(lengths[chunk])
+        if thread() == 0 and _HEAD + 2 * chunks + all_ != size:
+            at(status, 0, np.int32)[0] = -1
+
+    return find
+
+
+@functools.cache
+def _unpacker(wide: str, natural: bool, add: bool) -> Kernel:
+    real, value_of, unit_of_ = element(wide), valuer(wide, natural), unit_of(wide, natural)
+
+    @device
+    def spread(out: Any, levels: Any, begin: int, size: int, k: int, unit: Any, n: int) -> None:
+        """Set or add what the levels stand for."""
+        t, values = thread(), cuda.local.array(EACH, real)
+        for first in range(0, size, TILE):
+            if add:
+                fetch(values, out, begin + first, t, n)
+            for j in range(EACH):
+                level = np.int64(levels[row(min(place(first, t, j), CHUNK - 1))])
+                value = value_of(level & 255, k, unit)
+                value = -value if level >= SIGN else value
+                values[j] = plus(values[j], value) if add else value
+            keep(out, values, begin + first, t, begin + size)
+
+    @kernel(addresses=4, integers=3)
+    def unpack_all(wire: Any, out_: Any, scratch: Any, status_: Any, size_: int, n: int, k: int) -> None:
+        out, of, begins, status = at(out_, 0, real), at(wire, 0, np.uint32), at(scratch, 0, np.uint32), at(status_, 0, np.int32)
+        levels = cuda.shared.array(LEVELS, np.uint16)
+        bitmap = cuda.shared.array(BITMAP, np.uint32)
+        steps = cuda.shared.array(STEPS, np.uint8)
+        entries = cuda.shared.array(LASTS, np.int32)
+        room = cuda.shared.array(WARPS, np.int32)
+        masks = cuda.local.array(WORDS, np.uint32)
+        norm, chunks = at(wire, 0, np.float64)[0], (n + CHUNK - 1) // CHUNK
+        unit = unit_of_(norm, k)
+        if not norm > 0 or not unit < np.inf:
+            status[0] = -1
+            return
+        for chunk in range(block(), chunks, blocks()):
+            length, at_ = np.int64(at(wire, _HEAD, np.uint16)[chunk]), np.int64(begins[chunk])
+            begin = chunk * CHUNK
+            size = min(CHUNK, n - begin)
+            if at_ + length > size_:
+                status[0] = -1
+            elif length > 0:
+                if unpack(of, 8 * at_, length, levels, size, k, bitmap, steps, entries, room, masks):
+                    sync()
+                    spread(out, levels, begin, size, k, unit, n)
+                else:
+                    status[0] = -1
+            elif not add:
+                for i in range(begin + thread(), begin + size, THREADS):
+                    out[i] = real(0)
+            sync()
+
+    return unpack_all
+
+
+class Dithering(DeviceCodec):
+    """See the module."""
+
+    name = "dithering"
+
+    def size(self, wide: str, n: int, options: Sequence[int]) -> int | None:
+        """What there is depends on the elements."""
+        return None
+
+    def scratch(self, n: int, options: Sequence[int]) -> int:
+        """What blocks leave, chunks' lengths and places, and chunks, packed."""
+        return _LENGTHS + -(-n // CHUNK) * (8 + _region(options[0]))
+
+    def encode(self, wide: str, g: Any, e: Any, m: Any, wire: Any, written: Any, scratch: Any, state: Any, options: Sequence[int], n: int,
+               counter: int, factor: float, mu: float, stream: int) -> None:
+        """In two passes: the norm, then the levels."""
+        k, natural, l2, region, chunks = options[0], options[1], options[2], _region(options[0]), -(-n // CHUNK)
+        residual, momentum = e is not None, m is not None
+        memory = [*map(address, (g, e, m, wire, written, scratch, state))]
+        _norm(wide, residual, momentum, bool(l2)).launch(min(grid(-(-n // TILE)), _SUMS), stream, *memory, n, k, natural, factor, mu)
+        _packer(wide, residual, momentum, bool(natural)).launch(grid(chunks), stream, *memory, n, k, region, options[_SEED], counter, mu)
+        _joiner().launch(grid(chunks), stream, memory[3], memory[5], chunks, region)
+
+    def decode(self, wide: str, wire: Any, size: int, out: Any, scratch: Any, status: Any, options: Sequence[int], n: int, add: bool,
+               stream: int) -> None:
+        """Chunk by chunk, once it is known where each begins."""
+        chunks = -(-n // CHUNK)
+        wire, out, scratch, status = map(address, (wire, out, scratch, status))
+        if size == _HEAD:
+            _filler(wide, add).launch(grid(-(-n // TILE)), stream, wire, out, status, n)
+        elif size < _HEAD + 2 * chunks:
+            refuse(status, stream)
+        else:
+            _finder().launch(1, stream, wire, scratch, status, size, chunks)
+            _unpacker(wide, bool(options[1]), add).launch(grid(chunks), stream, wire, out, scratch, status, size, n, options[0])
+
+
+register_device(Dithering())
