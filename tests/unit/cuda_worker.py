@@ -74,7 +74,7 @@ class Coder:
             from numba import cuda
 
             self._stream = cuda.stream()
-            self.stream = int(self._stream.handle) if isinstance(self._stream.handle, int) else int(self._stream.handle.value)
+            self.stream = int(self._stream)
 
     def _done(self) -> None:
         if not SIMULATED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ atomic_add, atomic_or, atomic_max = _made_of.atomic_add, _made_of.atomic_or, _ma
 shared_add, shared_or, shared_max = _made_of.shared_add, _made_of.shared_or, _made_of.shared_max
 thread, block, blocks, sync, fence = _made_of.thread, _made_of.block, _made_of.blocks, _made_of.sync, _made_of.fence
 ones, lowest, leading, ballot = _made_of.ones, _made_of.lowest, _made_of.leading, _made_of.ballot
-total, scan = _made_of.total, _made_of.scan
+total, scan, slice_bits, sync_warp = _made_of.total, _made_of.scan, _made_of.slice_bits, _made_of.sync_warp
 
 
 def element(wide: str) -> Any:
@@ -34,30 +35,25 @@ def element(wide: str) -> Any:
 
 
 class Kernel:
-    """A kernel whose arguments are some addresses, then integers, then floats. Compiled when it is first launched; thread-safe as Numba is."""
+    """A kernel whose arguments are some addresses, then integers, then floats, 8 bytes each. Compiled when it is first launched; thread-safe."""
 
     def __init__(self, function: Callable[..., None], addresses: int, integers: int = 0, floats: int = 0) -> None:
-        self.function = function
-        kinds = ["uint64"] * addresses + ["int64"] * integers + ["float64"] * floats
-        self.signature = f"void({', '.join(kinds)})"
-
-    @functools.cached_property
-    def _made(self) -> Any:
-        return cuda.jit(self.signature)(self.function)
+        self.function, self.layout = function, "Q" * addresses + "q" * integers + "d" * floats
+        self.signature = f"void({', '.join({'Q': 'uint64', 'q': 'int64', 'd': 'float64'}[one] for one in self.layout)})"
+        self._lock = threading.Lock()
+        self._launch: Callable[..., None] | None = None
 
     def launch(self, blocks_: int, stream: int, *arguments: int | float) -> None:
         """Queue it on a stream, with so many blocks of THREADS."""
-        self._made[blocks_, THREADS, _stream(stream)](*arguments)
+        with self._lock:
+            if self._launch is None:
+                self._launch = _made_of.launcher(self.function, self.signature, self.layout)
+            self._launch(blocks_, stream, *arguments)
 
 
 def kernel(addresses: int, integers: int = 0, floats: int = 0) -> Callable[[Callable[..., None]], Kernel]:
     """Makes a kernel of a function."""
     return lambda function: Kernel(function, addresses, integers, floats)
-
-
-@functools.lru_cache(maxsize=256)
-def _stream(handle: int) -> Any:
-    return 0 if SIMULATED or not handle else cuda.external_stream(handle)
 
 
 def grid(tiles: int, each: int = 8) -> int:

@@ -31,6 +31,7 @@ from bpsx.kernels.cuda.device import (
     grid,
     kernel,
     last,
+    leading,
     magnitude,
     negative,
     plus,
@@ -38,13 +39,14 @@ from bpsx.kernels.cuda.device import (
     scan,
     shared_max,
     signed,
+    slice_bits,
     sync,
     thread,
     times,
     total,
 )
 from bpsx.kernels.cuda.feedback import EACH, TILE, add_up, fetch, keep, place
-from bpsx.kernels.cuda.levels import BITMAP, CHUNK, LASTS, LEVELS, MOST, SIGN, STEPS, WORDS, pack, row, unpack
+from bpsx.kernels.cuda.levels import BITMAP, BITS, CHUNK, LASTS, LEVELS, MASK, MOST, PLANES, SIGN, SIGNS, STEPS, WORDS, pack, row, unpack
 from bpsx.kernels.cuda.rounding import key_of, leveller, noise, scaler, unit_of, valuer
 
 _HEAD = 8
@@ -136,8 +138,8 @@ def _packer(wide: str, residual: bool, momentum: bool, natural: bool) -> Kernel:
                                                      unit_of(wide, natural))
 
     @device
-    def quantise(g: Any, e: Any, m: Any, levels: Any, begin: int, size: int, n: int, k: int, u: Any, a: Any, b: Any, top: Any, unit: Any,
-                 key: Any) -> None:
+    def quantise(g: Any, e: Any, m: Any, planes: Any, begin: int, size: int, n: int, k: int, bits_: int, u: Any, a: Any, b: Any, top: Any,
+                 unit: Any, key: Any) -> None:
         """The levels and signs of a chunk, and what they leave in the residual."""
         p, momenta = cuda.local.array(EACH, real), cuda.local.array(EACH, real)
         t = thread()
@@ -149,9 +151,13 @@ def _packer(wide: str, residual: bool, momentum: bool, natural: bool) -> Kernel:
                     p[j] = plus(p[j], times(u, momenta[j]))
             for j in range(EACH):
                 i = place(first, t, j)
-                level = level_of(abs(p[j]), a, b, top, noise(begin + i, key)) if i < size else 0
-                if i < CHUNK:
-                    levels[row(i)] = np.uint16(level | (SIGN if i < size and negative(p[j]) else 0))
+                level, value = np.uint32(0), np.uint32(0)
+                if i < size:
+                    level = level_of(abs(p[j]), a, b, top, noise(begin + i, key))
+                if level > np.uint32(0):
+                    value = np.uint32((level - np.uint32(1)) << np.uint32(BITS)) | np.uint32(1 << MASK)
+                    value = np.uint32(value | np.uint32(negative(p[j])) << np.uint32(SIGNS))
+                slice_bits(value, BITS + bits_, planes, i >> 5, BITMAP)
                 if residual:
                     p[j] = plus(p[j], -signed(value_of(level, k, unit), p[j]))
             if residual:
@@ -177,7 +183,7 @@ def _packer(wide: str, residual: bool, momentum: bool, natural: bool) -> Kernel:
     def pack_all(g_: Any, e_: Any, m_: Any, wire: Any, written: Any, scratch: Any, state: Any, n: int, k: int, region: int, seed: int, counter: int,
                  mu: float) -> None:
         g, e, m, lengths = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(scratch, _LENGTHS, np.uint32)
-        levels = cuda.shared.array(LEVELS, np.uint16)
+        planes = cuda.shared.array(PLANES, np.uint32)
         buffer = cuda.shared.array(MOST, np.uint32)
         lasts = cuda.shared.array(LASTS, np.int32)
         room = cuda.shared.array(WARPS, np.int32)
@@ -185,6 +191,7 @@ def _packer(wide: str, residual: bool, momentum: bool, natural: bool) -> Kernel:
         t, norm, u, key, chunks = thread(), at(wire, 0, np.float64)[0], real(mu), key_of(seed, counter), (n + CHUNK - 1) // CHUNK
         if not norm > 0:
             return
+        bits_ = 32 - leading(np.uint32(k - 1))
         a, b, top = scales_of(norm, k)
         unit = unit_of_(norm, k)
         for chunk in range(block(), chunks, blocks()):
@@ -192,9 +199,9 @@ def _packer(wide: str, residual: bool, momentum: bool, natural: bool) -> Kernel:
             size = min(CHUNK, n - begin)
             for i in range(t, region // 4, THREADS):
                 buffer[i] = 0
-            quantise(g, e, m, levels, begin, size, n, k, u, a, b, top, unit, key)
+            quantise(g, e, m, planes, begin, size, n, k, bits_, u, a, b, top, unit, key)
             sync()
-            length = pack(buffer, levels, size, k, lasts, room, masks, words)
+            length = pack(buffer, planes, size, k, bits_, lasts, room, masks, words)
             sync()
             packed = at(scratch, _LENGTHS + 8 * chunks + chunk * region, np.uint32)
             for i in range(t, (length + 3) // 4, THREADS):
@@ -276,7 +283,7 @@ def _unpacker(wide: str, natural: bool, add: bool) -> Kernel:
                 fetch(values, out, begin + first, t, n)
             for j in range(EACH):
                 level = np.int64(levels[row(min(place(first, t, j), CHUNK - 1))])
-                value = value_of(level & 255, k, unit)
+                value = value_of(np.uint32(level & 255), k, unit)
                 value = -value if level >= SIGN else value
                 values[j] = plus(values[j], value) if add else value
             keep(out, values, begin + first, t, begin + size)

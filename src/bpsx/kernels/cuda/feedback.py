@@ -25,17 +25,26 @@ def place(begin: int, thread: int, j: int) -> Any:
 @device
 def fetch(to: Any, p: Any, begin: int, thread: int, n: int) -> None:
     """A thread's elements of p. What stands for those behind the last one is nobody's: another thread may change what is read there."""
-    for j in range(EACH):
-        to[j] = p[min(place(begin, thread, j), n - 1)]
+    first = place(begin, thread, 0)
+    if first + 32 * (EACH - 1) < n:
+        for j in range(EACH):
+            to[j] = p[first + 32 * j]
+    else:
+        for j in range(EACH):
+            to[j] = p[min(first + 32 * j, n - 1)]
 
 
 @device
 def keep(p: Any, values: Any, begin: int, thread: int, n: int) -> None:
     """The other way round, without those behind the last."""
-    for j in range(EACH):
-        i = place(begin, thread, j)
-        if i < n:
-            p[i] = values[j]
+    first = place(begin, thread, 0)
+    if first + 32 * (EACH - 1) < n:
+        for j in range(EACH):
+            p[first + 32 * j] = values[j]
+    else:
+        for j in range(EACH):
+            if first + 32 * j < n:
+                p[first + 32 * j] = values[j]
 
 
 @device

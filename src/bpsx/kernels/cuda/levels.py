@@ -1,8 +1,9 @@
 """The code of ``cpu/levels.py`` for chunks of levels and signs, by a block of threads.
 
-A thread has WORDS words of 32 elements, side by side. Their levels lie in the block's memory as uint16, the sign on top, in rows of 32 that are two
-longer, so that neither threads that go along rows nor those that go along columns get into each other's way. Where a thread's bits of a plane begin
-follows from how many those before it have: a sum over the block. Planes are written with atomic or, since threads share words.
+A thread has WORDS words of 32 elements, side by side. Where its bits of a plane begin follows from how many those before it have: a sum over the
+block. The packer gets levels as planes of bits, which warps make as they quantise, and writes with atomic or, since threads share words. The unpacker
+makes levels, as uint16 with the sign on top, in rows of 32 that are two longer, so that neither threads that go along rows nor those that go along
+columns get into each other's way.
 
 Rice-coded numbers begin where the one before ends. Each thread finds out of its 32 bits, for every place where a number might begin, where in the
 next thread's the first one would; one thread follows that through all of them, and then each knows where its first one begins.
@@ -26,6 +27,9 @@ _STEPS = 36
 #: Sizes of what kernels need of the block's memory: levels (uint16), a bit of each (uint32), that table (uint8), what threads tell each other (int32).
 LEVELS, BITMAP, STEPS, LASTS = CHUNK // 32 * ROW, CHUNK // 32, THREADS * _STEPS, THREADS + 2
 SIGN = 0x8000
+#: The packer's planes of bits: which are not 0, which are negative, and from there on the bits of levels less 1; how many that are at most.
+MASK, SIGNS, BITS = range(3)
+PLANES = (BITS + 8) * BITMAP
 
 
 @device
@@ -55,22 +59,29 @@ def put(buffer: Any, position: int, word: Any) -> None:
 
 @device
 def gathered(word: Any, mask: Any) -> Any:
-    """The bits of ``word`` where ``mask`` has ones, side by side."""
-    found, to = np.uint32(0), np.uint32(0)
-    while mask != np.uint32(0):
-        bit = lowest(mask)
-        found = np.uint32(found | np.uint32(((word >> np.uint32(bit)) & np.uint32(1)) << to))
-        to = np.uint32(to + np.uint32(1))
-        mask = np.uint32(mask & np.uint32(mask - np.uint32(1)))
-    return found
+    """The bits of ``word`` where ``mask`` has ones, side by side: "compress" of Warren's "Hacker's Delight", in as many steps for all."""
+    word, left = np.uint32(word & mask), np.uint32(~mask << np.uint32(1))
+    for step in range(5):
+        odd = np.uint32(left ^ np.uint32(left << np.uint32(1)))
+        odd = np.uint32(odd ^ np.uint32(odd << np.uint32(2)))
+        odd = np.uint32(odd ^ np.uint32(odd << np.uint32(4)))
+        odd = np.uint32(odd ^ np.uint32(odd << np.uint32(8)))
+        odd = np.uint32(odd ^ np.uint32(odd << np.uint32(16)))
+        moved = np.uint32(odd & mask)
+        mask = np.uint32(np.uint32(mask ^ moved) | np.uint32(moved >> np.uint32(1 << step)))
+        moving = np.uint32(word & moved)
+        word = np.uint32(np.uint32(word ^ moving) | np.uint32(moving >> np.uint32(1 << step)))
+        left = np.uint32(left & np.uint32(~odd))
+    return word
 
 
 @device
 def put_plane(buffer: Any, position: int, words: Any, masks: Any) -> None:
     """A thread's part of a plane."""
     for w in range(WORDS):
-        put(buffer, position, gathered(words[w], masks[w]))
-        position += ones(masks[w])
+        if masks[w] != np.uint32(0):
+            put(buffer, position, gathered(words[w], masks[w]))
+            position += ones(masks[w])
 
 
 @device
@@ -146,25 +157,40 @@ def highest(x: Any) -> Any:
 
 
 @device
-def pack(buffer: Any, levels: Any, size: int, k: int, lasts: Any, room: Any, masks: Any, words: Any) -> Any:
-    """Code a chunk into ``buffer``, which is all 0. Returns the bytes it takes. masks, words: WORDS uint32 of the thread's own."""
+def _at_least(planes: Any, word: int, bound: int, low: int, high_: int) -> Any:
+    """Which of a word's levels less 1, without their ``low`` lowest bits, are at least ``bound``; ``high_`` is how many bits there are."""
+    equal, larger = np.uint32(0xFFFFFFFF), np.uint32(0)
+    for b in range(high_ - 1, low - 1, -1):
+        ones_ = planes[(BITS + b) * BITMAP + word]
+        if (bound >> (b - low)) & 1:
+            equal = np.uint32(equal & ones_)
+        else:
+            larger = np.uint32(larger | np.uint32(equal & ones_))
+            equal = np.uint32(equal & np.uint32(~ones_))
+    return np.uint32(equal | larger)
+
+
+@device
+def pack(buffer: Any, planes: Any, size: int, k: int, bits_: int, lasts: Any, room: Any, masks: Any, words: Any) -> Any:
+    """Code a chunk into ``buffer``, which is all 0. Returns the bytes it takes. masks, words: WORDS uint32 of the thread's own.
+
+    planes: BITMAP words each of MASK, which levels are not 0; SIGNS; and from BITS on the ``bits_`` bits of those levels less 1.
+    """
     t, own, total = thread(), 0, 0
     for w in range(WORDS):
-        masks[w], words[w] = np.uint32(0), np.uint32(0)
-        for lane in range(32 if 32 * (t * WORDS + w) < size else 0):
-            level = levels[(t * WORDS + w) * ROW + lane]
-            size_ = np.int64(level) & (SIGN - 1)
-            masks[w] = np.uint32(masks[w] | np.uint32(np.int64(size_ > 0) << lane))
-            words[w] = np.uint32(words[w] | np.uint32((np.int64(level) >> 15) << lane))
-            total += size_
-        own += ones(masks[w])
+        word, masks[w], words[w] = t * WORDS + w, np.uint32(0), np.uint32(0)
+        if 32 * word < size:
+            masks[w], words[w] = planes[MASK * BITMAP + word], planes[SIGNS * BITMAP + word]
+            own += ones(masks[w])
+            for b in range(bits_):
+                total += ones(planes[(BITS + b) * BITMAP + word]) << b
     before, count = scan(own, room)
     if count == 0:
         return 0
     r = 0
     if k > 2:
         _, total = scan(total, room)
-        while count << (r + 1) <= total - count:
+        while count << (r + 1) <= total:
             r += 1
     s = spacing(size, count)
     if t == 0:
@@ -174,24 +200,21 @@ def pack(buffer: Any, levels: Any, size: int, k: int, lasts: Any, room: Any, mas
     position += count
     for low in range(r):
         for w in range(WORDS):
-            words[w] = np.uint32(0)
-            for lane in range(32 if masks[w] != np.uint32(0) else 0):
-                less = (np.int64(levels[(t * WORDS + w) * ROW + lane]) & (SIGN - 1)) - 1
-                words[w] = np.uint32(words[w] | np.uint32(((less >> low) & 1) << lane))
+            if masks[w] != np.uint32(0):
+                words[w] = planes[(BITS + low) * BITMAP + t * WORDS + w]
         put_plane(buffer, position + before, words, masks)
         position += count
     for high_ in range(1, ((k - 1) >> r) + 1):
         own = 0
         for w in range(WORDS):
             words[w] = np.uint32(0)
-            for lane in range(32 if masks[w] != np.uint32(0) else 0):
-                size_ = np.int64(levels[(t * WORDS + w) * ROW + lane]) & (SIGN - 1)
-                words[w] = np.uint32(words[w] | np.uint32(np.int64(size_ > high_ << r) << lane))
+            if masks[w] != np.uint32(0):
+                words[w] = _at_least(planes, t * WORDS + w, high_, r, bits_)
         put_plane(buffer, position + before, words, masks)
         position += count
         for w in range(WORDS):
-            masks[w] = words[w]
-            own += ones(words[w])
+            masks[w] = np.uint32(masks[w] & words[w])
+            own += ones(masks[w])
         before, count = scan(own, room)
         if count == 0:
             break

@@ -69,12 +69,17 @@ def _encoder(wide: str, residual: bool, momentum: bool) -> Kernel:
                 keep(m, momenta, begin, t, n)
             if residual:
                 keep(e, p, begin, t, n)
-            word = np.uint32(0)
+            word, some = np.uint32(0), real(0)
             for j in range(EACH):
                 inside = place(begin, t, j) < n
-                found += np.float64(abs(p[j])) if inside else 0.0
+                some += abs(p[j]) if inside else real(0)
                 signs = ballot(inside and negative(p[j]))
                 word = signs if lane == j else word
+            if some < np.inf:
+                found += np.float64(some)
+            else:                               # a float32 sum may overflow though its parts do not
+                for j in range(EACH):
+                    found += np.float64(abs(p[j])) if place(begin, t, j) < n else 0.0
             first = place(begin, t & ~31, 0)
             if lane < EACH and first + 32 * lane < n:
                 words[(first >> 5) + lane] = word

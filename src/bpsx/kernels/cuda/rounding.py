@@ -60,10 +60,10 @@ def leveller(natural: bool) -> Callable[..., Any]:
         z = np.float32(times(times(size, a), b))
         z = z if z < top else top
         if natural and z >= np.float32(1 << _FRACTION):
-            fixed = np.int64(bits(z)) - _EXPONENT
+            fixed = np.uint32(bits(z) - np.uint32(_EXPONENT))
         else:
-            fixed = np.int64(z)
-        return (fixed + np.int64(random >> np.uint32(32 - _FRACTION))) >> _FRACTION
+            fixed = np.uint32(np.int32(z))
+        return np.uint32(np.uint32(fixed + np.uint32(random >> np.uint32(32 - _FRACTION))) >> np.uint32(_FRACTION))
 
     return level
 
@@ -73,10 +73,10 @@ def valuer(wide: str, natural: bool) -> Callable[..., Any]:
     real, fraction, bias = element(wide), 23 if wide == "float32" else 52, 127 if wide == "float32" else 1023
 
     @device
-    def value(level: int, k: int, unit: Any) -> Any:
+    def value(level: Any, k: int, unit: Any) -> Any:
         if not natural:
-            return times(real(level), unit)
-        power = float_of(np.uint64(level + bias - k) << np.uint64(fraction), unit) if level > 0 else real(0)
+            return times(real(np.int32(level)), unit)
+        power = float_of(np.uint64(np.int64(level) + bias - k) << np.uint64(fraction), unit) if level > np.uint32(0) else real(0)
         return times(power, unit)
 
     return value

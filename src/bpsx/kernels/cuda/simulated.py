@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numba import cuda
 
 #: As few as make a warp: each takes its time to start.
 THREADS = 32
@@ -24,6 +25,16 @@ _values: list[Any] = [0] * THREADS
 def device(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a function one that kernels may call."""
     return function
+
+
+def launcher(function: Callable[..., None], signature: str, layout: str) -> Callable[..., None]:
+    """A function of blocks, stream and arguments that runs a kernel."""
+    made = cuda.jit(signature)(function)
+
+    def launch(blocks_: int, stream: int, *arguments: int | float) -> None:
+        made[blocks_, THREADS](*arguments)
+
+    return launch
 
 
 def at(address: Any, offset: Any, element: Any) -> Any:
@@ -161,6 +172,19 @@ def ballot(flag: Any) -> Any:
     word = np.packbits(_flags, bitorder="little").view(np.uint32)[0]
     sync()
     return word
+
+
+def slice_bits(value: Any, count: int, to: Any, i: Any, stride: int) -> None:
+    """to[i + b * stride] = bit b of the values of the warp's threads."""
+    found = np.array(_all(int(value)), np.int64)
+    if thread() == 0:
+        for b in range(count):
+            to[i + b * stride] = np.packbits((found >> b & 1).astype(bool), bitorder="little").view(np.uint32)[0]
+
+
+def sync_warp() -> None:
+    """All threads of the warp come here before one goes on."""
+    sync()
 
 
 def total(value: Any, room: Any) -> Any:

@@ -47,6 +47,7 @@ from bpsx.kernels.cuda.device import (
     shared_add,
     shared_max,
     sync,
+    sync_warp,
     thread,
     times,
 )
@@ -54,6 +55,8 @@ from bpsx.kernels.cuda.feedback import EACH, TILE, add_up, clearer, fetch, keep,
 
 #: Elements of the sample, how many of them lie side by side, and of a chunk, which is a warp's.
 SAMPLE, RUN, CHUNK = (256 if SIMULATED else 4096), 4, (256 if SIMULATED else 1024)
+#: What one thread loads at once of what lies side by side.
+BATCH = 16
 _DIGIT = 11                                 # bits
 _BINS = 1 << _DIGIT
 #: Scratch: bins (uint32), what all know (uint64, see below), tickets (int32), counters of chunks, what was collected, the list.
@@ -68,7 +71,7 @@ _COLLECTED, _REFINED, _LISTED, _OVERFLOW = range(4)
 def _places(n: int) -> tuple[int, int, int, int]:
     """Where in scratch the chunks' counters end, and indices and values of what was collected, and the list."""
     chunks = -(-n // CHUNK)
-    values = _CHUNKS + -(-12 * chunks // 64) * 64
+    values = _CHUNKS + -(-16 * chunks // 64) * 64
     indices = values + 8 * CHUNK * chunks
     return values, indices, indices + 4 * CHUNK * chunks, indices + 8 * CHUNK * chunks
 
@@ -155,18 +158,16 @@ def _sampler(wide: str, residual: bool, momentum: bool) -> Kernel:
             sync()
             _bin_of_rank(counts, rank, room, found)
             floor, rank = (floor << np.uint64(digit)) | np.uint64(found[0]), found[1]
-        beyond = 0
+        most = np.uint64(0)
         for i in range(t, SAMPLE, THREADS):
-            if keys[i] > floor:
-                beyond = max(beyond, _bits_in(keys[i] - floor))
+            most = max(most, keys[i])
+        sync()
+        keys[0] = floor
+        sync()
+        shared_max(keys, 0, most)
         sync()
         if t == 0:
-            found[0] = 0
-        sync()
-        shared_max(found, 0, beyond)
-        sync()
-        if t == 0:
-            known[_FLOOR], known[_SHIFT] = floor, np.uint64(max(found[0] - _DIGIT, 0))
+            known[_FLOOR], known[_SHIFT] = floor, np.uint64(max(_bits_in(keys[0] - floor) - _DIGIT, 0))
 
     return sample
 
@@ -208,12 +209,15 @@ def _collector(wide: str, residual: bool, momentum: bool) -> Kernel:
                 if hit:
                     to = chunk * CHUNK + count + ones(word & np.uint32((1 << lane) - 1))
                     values[to], indices[to] = p[j], np.uint32(i)
-                    overflow |= key >= bound
-                    if key == floor:
-                        same += 1
-                    else:
-                        atomic_add(bins, _bin(key, floor, shift), np.uint32(1))
                 count += ones(word)
+        sync_warp()
+        for first in range(lane, count, 32):
+            key = magnitude(values[chunk * CHUNK + first])
+            overflow |= key >= bound
+            if key == floor:
+                same += 1
+            else:
+                atomic_add(bins, _bin(key, floor, shift), np.uint32(1))
         if same:
             atomic_add(bins, 0, np.uint32(same))
         if overflow:
@@ -280,27 +284,36 @@ def _refiner(wide: str) -> Kernel:
             known[_LEAST], known[_EQUAL] = low + prefix, np.uint64(rank)
 
     @device
-    def line_up(larger: Any, equals: Any, chunks: int, room: Any) -> None:
-        """Counts become sums of those before."""
+    def line_up(counts: Any, larger: Any, equals: Any, chunks: int, room: Any) -> None:
+        """From what chunks have to what those before have, of both kinds. Some are loaded at once: they lie far from the other threads'."""
         each = (chunks + THREADS - 1) // THREADS
         first, behind = min(thread() * each, chunks), min((thread() + 1) * each, chunks)
+        some = cuda.local.array(BATCH, np.uint32)
         sum_, same = 0, 0
-        for chunk in range(first, behind):
-            sum_ += np.int64(larger[chunk])
-            same += np.int64(equals[chunk])
+        for begin in range(first, behind, BATCH):
+            for j in range(BATCH):
+                some[j] = counts[min(begin + j, behind - 1)]
+            for j in range(BATCH):
+                if begin + j < behind:
+                    sum_ += np.int64(some[j] & np.uint32(0xFFFF))
+                    same += np.int64(some[j] >> np.uint32(16))
         sum_, _ = scan(sum_, room)
         same, _ = scan(same, room)
-        for chunk in range(first, behind):
-            own, also = np.int64(larger[chunk]), np.int64(equals[chunk])
-            larger[chunk], equals[chunk] = np.uint32(sum_), np.uint32(same)
-            sum_ += own
-            same += also
+        for begin in range(first, behind, BATCH):
+            for j in range(BATCH):
+                some[j] = counts[min(begin + j, behind - 1)]
+            for j in range(BATCH):
+                if begin + j < behind:
+                    larger[begin + j], equals[begin + j] = np.uint32(sum_), np.uint32(same)
+                    sum_ += np.int64(some[j] & np.uint32(0xFFFF))
+                    same += np.int64(some[j] >> np.uint32(16))
 
     @kernel(addresses=3, integers=2)
     def refine(scratch: Any, values_: Any, listed_: Any, n: int, chunks: int) -> None:
         values, listed = at(values_, 0, real), at(listed_, 0, np.uint32)
         known, tickets, counters = at(scratch, _KNOWN, np.uint64), at(scratch, _TICKETS, np.int32), at(scratch, _CHUNKS, np.uint32)
         larger, equals = at(scratch, _CHUNKS + 4 * chunks, np.uint32), at(scratch, _CHUNKS + 8 * chunks, np.uint32)
+        both = at(scratch, _CHUNKS + 12 * chunks, np.uint32)
         counts = cuda.shared.array(_BINS, np.uint32)
         room = cuda.shared.array(WARPS, np.int32)
         found = cuda.shared.array(2, np.int64)
@@ -319,7 +332,7 @@ def _refiner(wide: str) -> Kernel:
                 else:
                     same += ones(ballot(hit))
             if lane == 0:
-                larger[chunk], equals[chunk] = np.uint32(above), np.uint32(same)
+                both[chunk] = np.uint32(above + (same << 16))
         if not last(tickets, _REFINED, room):
             return
         if sought:
@@ -331,12 +344,12 @@ def _refiner(wide: str) -> Kernel:
             for i in range(t, length, THREADS):
                 key, chunk = magnitude(values[listed[i]]), np.int64(listed[i]) // CHUNK
                 if key > least:
-                    atomic_add(larger, chunk, np.uint32(1))
+                    atomic_add(both, chunk, np.uint32(1))
                 elif key == least:
-                    atomic_add(equals, chunk, np.uint32(1))
+                    atomic_add(both, chunk, np.uint32(1 << 16))
             fence()
             sync()
-        line_up(larger, equals, chunks, room)
+        line_up(both, larger, equals, chunks, room)
 
     return refine
 
