@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import threading
 import warnings
 
 import numpy as np
@@ -17,6 +18,13 @@ from bpsx.kernels.cuda.device import SIMULATED
 
 GUARD = 64
 PATTERN = 0xA5
+
+
+def _shared(self: object, shape: int, dtype: object, _lock: threading.Lock = threading.Lock()) -> np.ndarray:
+    """The simulator's shared.array, where two threads that come at once get one array, as they should, not two."""
+    frame = sys._getframe(1)
+    with _lock:
+        return self._allocations.setdefault((frame.f_code, frame.f_lineno), np.empty(shape, dtype))     # type: ignore[attr-defined]
 
 
 class Memory:
@@ -119,6 +127,10 @@ class Coder:
 def main() -> None:
     """Until the other side closes."""
     warnings.simplefilter("ignore")     # integers wrap, infinities come and go
+    if SIMULATED:
+        from numba.cuda.simulator import kernelapi
+
+        kernelapi.FakeCUDAShared.array = _shared
     sys.setswitchinterval(2e-5)         # the simulator waits for its threads by asking again and again
     coders: list[Coder] = []
     answers = sys.stdout.buffer

@@ -26,7 +26,7 @@ atomic_add, atomic_or, atomic_max = _made_of.atomic_add, _made_of.atomic_or, _ma
 shared_add, shared_or, shared_max = _made_of.shared_add, _made_of.shared_or, _made_of.shared_max
 thread, block, blocks, sync, fence = _made_of.thread, _made_of.block, _made_of.blocks, _made_of.sync, _made_of.fence
 ones, lowest, leading, ballot = _made_of.ones, _made_of.lowest, _made_of.leading, _made_of.ballot
-total, scan, slice_bits, sync_warp = _made_of.total, _made_of.scan, _made_of.slice_bits, _made_of.sync_warp
+total, scan, scan_warp, sync_warp, collect_bits = _made_of.total, _made_of.scan, _made_of.scan_warp, _made_of.sync_warp, _made_of.collect_bits
 
 
 def element(wide: str) -> Any:
@@ -37,8 +37,8 @@ def element(wide: str) -> Any:
 class Kernel:
     """A kernel whose arguments are some addresses, then integers, then floats, 8 bytes each. Compiled when it is first launched; thread-safe."""
 
-    def __init__(self, function: Callable[..., None], addresses: int, integers: int = 0, floats: int = 0) -> None:
-        self.function, self.layout = function, "Q" * addresses + "q" * integers + "d" * floats
+    def __init__(self, function: Callable[..., None], addresses: int, integers: int, floats: int, registers: int | None) -> None:
+        self.function, self.registers, self.layout = function, registers, "Q" * addresses + "q" * integers + "d" * floats
         self.signature = f"void({', '.join({'Q': 'uint64', 'q': 'int64', 'd': 'float64'}[one] for one in self.layout)})"
         self._lock = threading.Lock()
         self._launch: Callable[..., None] | None = None
@@ -47,13 +47,13 @@ class Kernel:
         """Queue it on a stream, with so many blocks of THREADS."""
         with self._lock:
             if self._launch is None:
-                self._launch = _made_of.launcher(self.function, self.signature, self.layout)
+                self._launch = _made_of.launcher(self.function, self.signature, self.layout, self.registers)
             self._launch(blocks_, stream, *arguments)
 
 
-def kernel(addresses: int, integers: int = 0, floats: int = 0) -> Callable[[Callable[..., None]], Kernel]:
-    """Makes a kernel of a function."""
-    return lambda function: Kernel(function, addresses, integers, floats)
+def kernel(addresses: int, integers: int = 0, floats: int = 0, registers: int | None = None) -> Callable[[Callable[..., None]], Kernel]:
+    """Makes a kernel of a function. ``registers``: no more than so many for a thread, that more threads fit on a multiprocessor."""
+    return lambda function: Kernel(function, addresses, integers, floats, registers)
 
 
 def grid(tiles: int, each: int = 8) -> int:

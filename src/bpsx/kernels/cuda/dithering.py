@@ -1,7 +1,7 @@
 """dithering on a GPU: see ``cpu/dithering.py``, whose wire and residual these are; of the l2 norm as far as a sum in another order allows.
 
-Three kernels encode: the norm, and what is to be sent; then each chunk's levels, which a block packs into scratch memory; and these, side by side, into
-the wire. What needs to know of all blocks, the norm and where each chunk begins, is done by the block that is done last.
+Four kernels encode: the norm, and what is to be sent; the levels, as planes of bits; chunks of these, which a block each packs into scratch memory; and
+these, side by side, into the wire. What needs to know of all blocks, the norm and where each chunk begins, is done by the block that is done last.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from bpsx.kernels.cuda.device import (
     at,
     block,
     blocks,
+    collect_bits,
     device,
     element,
     float_of,
@@ -31,7 +32,6 @@ from bpsx.kernels.cuda.device import (
     grid,
     kernel,
     last,
-    leading,
     magnitude,
     negative,
     plus,
@@ -39,14 +39,13 @@ from bpsx.kernels.cuda.device import (
     scan,
     shared_max,
     signed,
-    slice_bits,
     sync,
     thread,
     times,
     total,
 )
 from bpsx.kernels.cuda.feedback import EACH, TILE, add_up, fetch, keep, place
-from bpsx.kernels.cuda.levels import BITMAP, BITS, CHUNK, LASTS, LEVELS, MASK, MOST, PLANES, SIGN, SIGNS, STEPS, WORDS, pack, row, unpack
+from bpsx.kernels.cuda.levels import BITMAP, BITS, CHUNK, LASTS, LEVELS, MASK, MOST, SIGN, SIGNS, STEPS, WORDS, pack, row, unpack
 from bpsx.kernels.cuda.rounding import key_of, leveller, noise, scaler, unit_of, valuer
 
 _HEAD = 8
@@ -132,37 +131,50 @@ def _norm(wide: str, residual: bool, momentum: bool, l2: bool) -> Kernel:
 
 
 @functools.cache
-def _packer(wide: str, residual: bool, momentum: bool, natural: bool) -> Kernel:
-    """The second pass."""
+def _quantiser(wide: str, residual: bool, momentum: bool, natural: bool, bits_: int) -> Kernel:
+    """The second pass: the levels as planes of bits, and what they leave in the residual."""
     real, level_of, value_of, scales_of, unit_of_ = (element(wide), leveller(natural), valuer(wide, natural), scaler(wide, natural),
                                                      unit_of(wide, natural))
+    planes = BITS + bits_
 
-    @device
-    def quantise(g: Any, e: Any, m: Any, planes: Any, begin: int, size: int, n: int, k: int, bits_: int, u: Any, a: Any, b: Any, top: Any,
-                 unit: Any, key: Any) -> None:
-        """The levels and signs of a chunk, and what they leave in the residual."""
-        p, momenta = cuda.local.array(EACH, real), cuda.local.array(EACH, real)
-        t = thread()
-        for first in range(0, size, TILE):
-            fetch(p, e if residual else g, begin + first, t, n)
+    @kernel(addresses=5, integers=4, floats=1)
+    def quantise(g_: Any, e_: Any, m_: Any, wire: Any, planes_: Any, n: int, k: int, seed: int, counter: int, mu: float) -> None:
+        g, e, m, words = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(planes_, 0, np.uint32)
+        p, momenta, found = cuda.local.array(EACH, real), cuda.local.array(EACH, real), cuda.local.array(planes, np.uint32)
+        t, norm, u, key = thread(), at(wire, 0, np.float64)[0], real(mu), key_of(seed, counter)
+        if not norm > 0:
+            return
+        lane, unit = t & 31, unit_of_(norm, k)
+        a, b, top = scales_of(norm, k)
+        for begin in range(block() * TILE, n, blocks() * TILE):
+            fetch(p, e if residual else g, begin, t, n)
             if momentum and not residual:
-                fetch(momenta, m, begin + first, t, n)
+                fetch(momenta, m, begin, t, n)
                 for j in range(EACH):
                     p[j] = plus(p[j], times(u, momenta[j]))
             for j in range(EACH):
-                i = place(first, t, j)
-                level, value = np.uint32(0), np.uint32(0)
-                if i < size:
-                    level = level_of(abs(p[j]), a, b, top, noise(begin + i, key))
+                i, level, value = place(begin, t, j), np.uint32(0), np.uint32(0)
+                if i < n:
+                    level = level_of(abs(p[j]), a, b, top, noise(i, key))
                 if level > np.uint32(0):
-                    value = np.uint32((level - np.uint32(1)) << np.uint32(BITS)) | np.uint32(1 << MASK)
-                    value = np.uint32(value | np.uint32(negative(p[j])) << np.uint32(SIGNS))
-                slice_bits(value, BITS + bits_, planes, i >> 5, BITMAP)
+                    value = np.uint32(np.uint32((level - np.uint32(1)) << np.uint32(BITS)) | np.uint32(1 << MASK))
+                    value = np.uint32(value | np.uint32(np.uint32(negative(p[j])) << np.uint32(SIGNS)))
+                collect_bits(value, j, found)
                 if residual:
                     p[j] = plus(p[j], -signed(value_of(level, k, unit), p[j]))
             if residual:
-                keep(e, p, begin + first, t, begin + size)
+                keep(e, p, begin, t, n)
+            first = place(begin, t & ~31, 0)
+            if lane < EACH and first + 32 * lane < n:
+                word = (first >> 5) + lane
+                for b_ in range(planes):
+                    words[word // BITMAP * (planes * BITMAP) + b_ * BITMAP + word % BITMAP] = found[b_]
 
+    return quantise
+
+
+@functools.cache
+def _packer() -> Kernel:
     @device
     def line_up(wire: Any, written: Any, lengths: Any, chunks: int, room: Any) -> None:
         """Where each chunk begins, and the end."""
@@ -179,29 +191,21 @@ def _packer(wide: str, residual: bool, momentum: bool, natural: bool) -> Kernel:
         if thread() == 0:
             at(written, 0, np.int64)[0] = _HEAD + 2 * chunks + all_
 
-    @kernel(addresses=7, integers=5, floats=1)
-    def pack_all(g_: Any, e_: Any, m_: Any, wire: Any, written: Any, scratch: Any, state: Any, n: int, k: int, region: int, seed: int, counter: int,
-                 mu: float) -> None:
-        g, e, m, lengths = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(scratch, _LENGTHS, np.uint32)
-        planes = cuda.shared.array(PLANES, np.uint32)
+    @kernel(addresses=5, integers=4, registers=64)
+    def pack_all(wire: Any, written: Any, scratch: Any, planes_: Any, state: Any, n: int, k: int, bits_: int, region: int) -> None:
+        lengths, chunks = at(scratch, _LENGTHS, np.uint32), (n + CHUNK - 1) // CHUNK
         buffer = cuda.shared.array(MOST, np.uint32)
         lasts = cuda.shared.array(LASTS, np.int32)
         room = cuda.shared.array(WARPS, np.int32)
         masks, words = cuda.local.array(WORDS, np.uint32), cuda.local.array(WORDS, np.uint32)
-        t, norm, u, key, chunks = thread(), at(wire, 0, np.float64)[0], real(mu), key_of(seed, counter), (n + CHUNK - 1) // CHUNK
-        if not norm > 0:
+        t = thread()
+        if not at(wire, 0, np.float64)[0] > 0:
             return
-        bits_ = 32 - leading(np.uint32(k - 1))
-        a, b, top = scales_of(norm, k)
-        unit = unit_of_(norm, k)
         for chunk in range(block(), chunks, blocks()):
-            begin = chunk * CHUNK
-            size = min(CHUNK, n - begin)
             for i in range(t, region // 4, THREADS):
                 buffer[i] = 0
-            quantise(g, e, m, planes, begin, size, n, k, bits_, u, a, b, top, unit, key)
-            sync()
-            length = pack(buffer, planes, size, k, bits_, lasts, room, masks, words)
+            planes = at(planes_, chunk * (4 * BITMAP) * (BITS + bits_), np.uint32)
+            length = pack(buffer, planes, min(CHUNK, n - chunk * CHUNK), k, bits_, lasts, room, masks, words)
             sync()
             packed = at(scratch, _LENGTHS + 8 * chunks + chunk * region, np.uint32)
             for i in range(t, (length + 3) // 4, THREADS):
@@ -332,18 +336,21 @@ class Dithering(DeviceCodec):
         return None
 
     def scratch(self, n: int, options: Sequence[int]) -> int:
-        """What blocks leave, chunks' lengths and places, and chunks, packed."""
-        return _LENGTHS + -(-n // CHUNK) * (8 + _region(options[0]))
+        """What blocks leave, chunks' lengths and places, and chunks, packed and as planes of bits."""
+        chunks, k = -(-n // CHUNK), options[0]
+        return _LENGTHS + chunks * (8 + _region(k) + 4 * BITMAP * (BITS + (k - 1).bit_length()))
 
     def encode(self, wide: str, g: Any, e: Any, m: Any, wire: Any, written: Any, scratch: Any, state: Any, options: Sequence[int], n: int,
                counter: int, factor: float, mu: float, stream: int) -> None:
         """In two passes: the norm, then the levels."""
         k, natural, l2, region, chunks = options[0], options[1], options[2], _region(options[0]), -(-n // CHUNK)
-        residual, momentum = e is not None, m is not None
-        memory = [*map(address, (g, e, m, wire, written, scratch, state))]
-        _norm(wide, residual, momentum, bool(l2)).launch(min(grid(-(-n // TILE)), _SUMS), stream, *memory, n, k, natural, factor, mu)
-        _packer(wide, residual, momentum, bool(natural)).launch(grid(chunks), stream, *memory, n, k, region, options[_SEED], counter, mu)
-        _joiner().launch(grid(chunks), stream, memory[3], memory[5], chunks, region)
+        residual, momentum, bits_ = e is not None, m is not None, (k - 1).bit_length()
+        g, e, m, wire, written, scratch, state = map(address, (g, e, m, wire, written, scratch, state))
+        tiles, planes = grid(-(-n // TILE)), scratch + _LENGTHS + chunks * (8 + region)
+        _norm(wide, residual, momentum, bool(l2)).launch(min(tiles, _SUMS), stream, g, e, m, wire, written, scratch, state, n, k, natural, factor, mu)
+        _quantiser(wide, residual, momentum, bool(natural), bits_).launch(tiles, stream, g, e, m, wire, planes, n, k, options[_SEED], counter, mu)
+        _packer().launch(grid(chunks), stream, wire, written, scratch, planes, state, n, k, bits_, region)
+        _joiner().launch(grid(chunks), stream, wire, scratch, chunks, region)
 
     def decode(self, wide: str, wire: Any, size: int, out: Any, scratch: Any, status: Any, options: Sequence[int], n: int, add: bool,
                stream: int) -> None:

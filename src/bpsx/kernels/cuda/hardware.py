@@ -28,12 +28,12 @@ WARPS = THREADS // 32
 device = cuda.jit(device=True)
 
 
-def launcher(function: Callable[..., None], signature: str, layout: str) -> Callable[..., None]:
+def launcher(function: Callable[..., None], signature: str, layout: str, registers: int | None) -> Callable[..., None]:
     """Compile a kernel; a function of blocks, stream and arguments that launches it. One thread at a time may call it.
 
     It calls the driver itself: Numba's own way takes the host five times as long. ``layout``: of the arguments, for struct, 8 bytes each.
     """
-    (made,) = cuda.jit(signature)(function).overloads.values()
+    (made,) = cuda.jit(signature, max_registers=registers)(function).overloads.values()
     made.bind()
     handle = made._codelibrary.get_cufunc().handle
     arguments_ = ctypes.create_string_buffer(8 * len(layout))
@@ -242,12 +242,11 @@ def ballot(flag: Any) -> Any:
 
 
 @device
-def slice_bits(value: Any, count: int, to: Any, i: Any, stride: int) -> None:
-    """to[i + b * stride] = bit b of the values of the warp's threads, the first thread's lowest. For b below ``count``."""
-    for b in range(count):
+def collect_bits(value: Any, j: int, words: Any) -> None:
+    """words[b], of the warp's j-th thread alone, = bit b of the values (uint32) of the warp's threads, the first thread's lowest."""
+    for b in range(len(words)):
         word = np.uint32(cuda.ballot_sync(_ALL, (value >> np.uint32(b)) & np.uint32(1)))
-        if cuda.threadIdx.x % 32 == 0:
-            to[i + b * stride] = word
+        words[b] = word if (cuda.threadIdx.x & 31) == j else words[b]
 
 
 @device
@@ -289,6 +288,18 @@ def total(value: Any, room: Any) -> Any:
     for warp in range(WARPS):
         found += room[warp]
     return found
+
+
+@device
+def scan_warp(value: Any) -> Any:
+    """The sum of the int32 of the warp's threads before this one, and that of all of them."""
+    sum_, step = np.int32(value), 1
+    while step < 32:
+        other = cuda.shfl_up_sync(_ALL, sum_, step)
+        if (cuda.threadIdx.x & 31) >= step:
+            sum_ = np.int32(sum_ + other)
+        step <<= 1
+    return np.int64(sum_) - np.int64(value), np.int64(cuda.shfl_sync(_ALL, sum_, 31))
 
 
 @device

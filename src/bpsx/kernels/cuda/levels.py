@@ -1,7 +1,7 @@
 """The code of ``cpu/levels.py`` for chunks of levels and signs, by a block of threads.
 
 A thread has WORDS words of 32 elements, side by side. Where its bits of a plane begin follows from how many those before it have: a sum over the
-block. The packer gets levels as planes of bits, which warps make as they quantise, and writes with atomic or, since threads share words. The unpacker
+block. The packer gets levels as planes of bits, and writes with atomic or, since threads share words. The unpacker
 makes levels, as uint16 with the sign on top, in rows of 32 that are two longer, so that neither threads that go along rows nor those that go along
 columns get into each other's way.
 
@@ -27,9 +27,8 @@ _STEPS = 36
 #: Sizes of what kernels need of the block's memory: levels (uint16), a bit of each (uint32), that table (uint8), what threads tell each other (int32).
 LEVELS, BITMAP, STEPS, LASTS = CHUNK // 32 * ROW, CHUNK // 32, THREADS * _STEPS, THREADS + 2
 SIGN = 0x8000
-#: The packer's planes of bits: which are not 0, which are negative, and from there on the bits of levels less 1; how many that are at most.
+#: The packer's planes of bits: which are not 0, which are negative, and from there on the bits of levels less 1.
 MASK, SIGNS, BITS = range(3)
-PLANES = (BITS + 8) * BITMAP
 
 
 @device

@@ -27,7 +27,7 @@ def device(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def launcher(function: Callable[..., None], signature: str, layout: str) -> Callable[..., None]:
+def launcher(function: Callable[..., None], signature: str, layout: str, registers: int | None) -> Callable[..., None]:
     """A function of blocks, stream and arguments that runs a kernel."""
     made = cuda.jit(signature)(function)
 
@@ -174,12 +174,12 @@ def ballot(flag: Any) -> Any:
     return word
 
 
-def slice_bits(value: Any, count: int, to: Any, i: Any, stride: int) -> None:
-    """to[i + b * stride] = bit b of the values of the warp's threads."""
+def collect_bits(value: Any, j: int, words: Any) -> None:
+    """words[b], of the warp's j-th thread alone, = bit b of the values of the warp's threads."""
     found = np.array(_all(int(value)), np.int64)
-    if thread() == 0:
-        for b in range(count):
-            to[i + b * stride] = np.packbits((found >> b & 1).astype(bool), bitorder="little").view(np.uint32)[0]
+    if thread() == j:
+        for b in range(len(words)):
+            words[b] = np.packbits((found >> b & 1).astype(bool), bitorder="little").view(np.uint32)[0]
 
 
 def sync_warp() -> None:
@@ -196,6 +196,11 @@ def scan(value: Any, room: Any) -> tuple[int, int]:
     """The sum of the int32 of all threads before this one, and that of all."""
     found = _all(int(value))
     return sum(found[:thread()]), sum(found)
+
+
+def scan_warp(value: Any) -> tuple[int, int]:
+    """The sum of the int32 of the warp's threads before this one, and that of all of them."""
+    return scan(value, None)
 
 
 def _all(value: Any) -> list[Any]:

@@ -44,6 +44,7 @@ from bpsx.kernels.cuda.device import (
     plus,
     refuse,
     scan,
+    scan_warp,
     shared_add,
     shared_max,
     sync,
@@ -55,12 +56,13 @@ from bpsx.kernels.cuda.feedback import EACH, TILE, add_up, clearer, fetch, keep,
 
 #: Elements of the sample, how many of them lie side by side, and of a chunk, which is a warp's.
 SAMPLE, RUN, CHUNK = (256 if SIMULATED else 4096), 4, (256 if SIMULATED else 1024)
-#: What one thread loads at once of what lies side by side.
-BATCH = 16
 _DIGIT = 11                                 # bits
 _BINS = 1 << _DIGIT
+#: Blocks take turns at so many sets of bins: many at one would wait for each other.
+_SETS = 8
 #: Scratch: bins (uint32), what all know (uint64, see below), tickets (int32), counters of chunks, what was collected, the list.
-_KNOWN, _TICKETS, _CHUNKS = 4 * _BINS, 4 * _BINS + 64, 4 * _BINS + 128
+_KNOWN = 4 * _BINS * _SETS
+_TICKETS, _CHUNKS = _KNOWN + 64, _KNOWN + 128
 #: The floor and, as a power of two, its bins' width; the bin's lowest magnitude, what is above all its others, and the bits in which these differ; the
 #: k-th largest magnitude and how many that are equal to it are sent.
 _FLOOR, _SHIFT, _LOW, _END, _BITS, _LEAST, _EQUAL = range(7)
@@ -131,7 +133,7 @@ def _sampler(wide: str, residual: bool, momentum: bool) -> Kernel:
         room = cuda.shared.array(WARPS, np.int32)
         found = cuda.shared.array(2, np.int64)
         t, f, u = thread(), real(factor), real(mu)
-        for i in range(t, _BINS, THREADS):
+        for i in range(t, _BINS * _SETS, THREADS):
             bins[i] = 0
         if t < 4:
             at(scratch, _TICKETS, np.int32)[t] = 0
@@ -180,7 +182,7 @@ def _collector(wide: str, residual: bool, momentum: bool) -> Kernel:
     def collect(g: Any, e: Any, m: Any, scratch: Any, values: Any, indices: Any, chunk: int, n: int, floor: Any, shift: Any, f: Any, u: Any,
                 anew: bool) -> Any:
         """One chunk, by a warp. ``anew``: for the first time; later gradient and momentum are added up already."""
-        bins, lane = at(scratch, 0, np.uint32), thread() & 31
+        bins, lane = at(scratch, 4 * _BINS * (block() % _SETS), np.uint32), thread() & 31
         p, left, momenta = cuda.local.array(EACH, real), cuda.local.array(EACH, real), cuda.local.array(EACH, real)
         bound, count, same, overflow = magnitude(real(np.inf)), 0, 0, False
         for begin in range(chunk * CHUNK, min((chunk + 1) * CHUNK, n), 32 * EACH):
@@ -225,10 +227,20 @@ def _collector(wide: str, residual: bool, momentum: bool) -> Kernel:
         if lane == 0:
             at(scratch, _CHUNKS, np.uint32)[chunk] = np.uint32(count)
 
-    @kernel(addresses=6, integers=2, floats=2)
+    @device
+    def add_sets(bins: Any, counts: Any) -> None:
+        for i in range(thread(), _BINS, THREADS):
+            sum_ = np.uint32(0)
+            for j in range(_SETS):
+                sum_ = np.uint32(sum_ + bins[j * _BINS + i])
+            counts[i] = sum_
+        sync()
+
+    @kernel(addresses=6, integers=2, floats=2, registers=64)
     def collector(g_: Any, e_: Any, m_: Any, scratch: Any, values_: Any, indices_: Any, n: int, rank: int, factor: float, mu: float) -> None:
         g, e, m, values, indices = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(values_, 0, real), at(indices_, 0, np.uint32)
         bins, known = at(scratch, 0, np.uint32), at(scratch, _KNOWN, np.uint64)
+        counts = cuda.shared.array(_BINS, np.uint32)
         room = cuda.shared.array(WARPS, np.int32)
         found = cuda.shared.array(2, np.int64)
         t, f, u, floor, shift = thread(), real(factor), real(mu), known[_FLOOR], known[_SHIFT]
@@ -237,9 +249,10 @@ def _collector(wide: str, residual: bool, momentum: bool) -> Kernel:
             collect(g, e, m, scratch, values, indices, chunk, n, floor, shift, f, u, True)
         if not last(at(scratch, _TICKETS, np.int32), _COLLECTED, room):
             return
-        if _bin_of_rank(bins, rank, room, found) < rank:
+        add_sets(bins, counts)
+        if _bin_of_rank(counts, rank, room, found) < rank:
             floor, shift = np.uint64(0), np.uint64(whole - _DIGIT)
-            for i in range(t, _BINS, THREADS):
+            for i in range(t, _BINS * _SETS, THREADS):
                 bins[i] = 0
             fence()
             sync()
@@ -247,7 +260,8 @@ def _collector(wide: str, residual: bool, momentum: bool) -> Kernel:
                 collect(g, e, m, scratch, values, indices, chunk, n, floor, shift, f, u, False)
             fence()
             sync()
-            _bin_of_rank(bins, rank, room, found)
+            add_sets(bins, counts)
+            _bin_of_rank(counts, rank, room, found)
         if t == 0:
             chosen, low, width = found[0], floor, np.uint64(0)
             if chosen > 0:
@@ -285,28 +299,25 @@ def _refiner(wide: str) -> Kernel:
 
     @device
     def line_up(counts: Any, larger: Any, equals: Any, chunks: int, room: Any) -> None:
-        """From what chunks have to what those before have, of both kinds. Some are loaded at once: they lie far from the other threads'."""
-        each = (chunks + THREADS - 1) // THREADS
-        first, behind = min(thread() * each, chunks), min((thread() + 1) * each, chunks)
-        some = cuda.local.array(BATCH, np.uint32)
-        sum_, same = 0, 0
-        for begin in range(first, behind, BATCH):
-            for j in range(BATCH):
-                some[j] = counts[min(begin + j, behind - 1)]
-            for j in range(BATCH):
-                if begin + j < behind:
-                    sum_ += np.int64(some[j] & np.uint32(0xFFFF))
-                    same += np.int64(some[j] >> np.uint32(16))
-        sum_, _ = scan(sum_, room)
-        same, _ = scan(same, room)
-        for begin in range(first, behind, BATCH):
-            for j in range(BATCH):
-                some[j] = counts[min(begin + j, behind - 1)]
-            for j in range(BATCH):
-                if begin + j < behind:
-                    larger[begin + j], equals[begin + j] = np.uint32(sum_), np.uint32(same)
-                    sum_ += np.int64(some[j] & np.uint32(0xFFFF))
-                    same += np.int64(some[j] >> np.uint32(16))
+        """From what chunks have to what those before have, of both kinds. Each warp has a part, and goes along it 32 at a time."""
+        lane = thread() & 31
+        part = (chunks + 32 * WARPS - 1) // (32 * WARPS) * 32
+        first = (thread() >> 5) * part
+        behind, sum_, same = min(first + part, chunks), 0, 0
+        for i in range(first + lane, behind, 32):
+            sum_ += np.int64(counts[i] & np.uint32(0xFFFF))
+            same += np.int64(counts[i] >> np.uint32(16))
+        before, _ = scan(sum_, room)
+        earlier, _ = scan(same, room)
+        sum_, same = before - scan_warp(sum_)[0], earlier - scan_warp(same)[0]
+        for begin in range(first, behind, 32):
+            own = np.int64(counts[min(begin + lane, behind - 1)]) if begin + lane < behind else np.int64(0)
+            before, all_ = scan_warp(own & 0xFFFF)
+            earlier, also = scan_warp(own >> 16)
+            if begin + lane < behind:
+                larger[begin + lane], equals[begin + lane] = np.uint32(sum_ + before), np.uint32(same + earlier)
+            sum_ += all_
+            same += also
 
     @kernel(addresses=3, integers=2)
     def refine(scratch: Any, values_: Any, listed_: Any, n: int, chunks: int) -> None:
