@@ -1,8 +1,8 @@
 """``bench compress --gpu``: the compressors' CUDA kernels on tensors of 64 MiB of normal float32, against a copy on the device in the same run.
 
-Tensors take turns, more than the cache holds. Time is the device's, between events around many queued calls; a kernel that waits in front of them lets
-the host queue them all first. Rates are the bytes that a kernel cannot do without, read and written, over that time, and so is the copy's. ``topk-torch``
-is how many times as long torch.topk takes for the magnitudes of the same tensor.
+Tensors take turns, more than the cache holds. Time is the device's, between events around many queued calls; a kernel that waits in front of them
+lets the host queue them all first. Rates are the bytes that a kernel cannot do without, read and written, over that time, and so is the copy's.
+``topk-torch`` is how many times as long torch.topk takes for the magnitudes of the same tensor.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ def _against_torch(tensors: list[_Tensor], ours: float, turns: int) -> Case:
 
     count = amount_of(_N, tensors[0].options)
     seconds, _ = _seconds([lambda t=t: torch.topk(t.gradient.abs(), count) for t in tensors], turns)   # type: ignore[misc]
-    return median_case("topk-torch", [s / ours for s in seconds], "x", target="> 1", note=f"torch.topk(abs): {1e6 * statistics.median(seconds):.0f} us")
+    note = f"torch.topk(abs): {1e6 * statistics.median(seconds):.0f} us"
+    return median_case("topk-torch", [s / ours for s in seconds], "x", target="> 1", note=note)
 
 
 def _stream() -> int:

@@ -19,7 +19,12 @@ from unit.codec_tools import Coder, same
 #: What is compared on the simulator, which is slow, and with ``-m gpu`` on a GPU.
 DEVICES = ["simulator", pytest.param("gpu", marks=pytest.mark.gpu)]
 #: Around words, warps' and blocks' tiles, and chunks; the simulator's are the smaller.
-SIZES = {"simulator": [1, 33, 129, 300], "gpu": [1, 2, 31, 32, 33, 255, 257, 1023, 1025, 2047, 2049, 8191, 8193, 16383, 40_001, 1_000_003]}
+SIZES = {"simulator": [1, 33, 300], "gpu": [1, 2, 31, 32, 33, 255, 257, 1023, 1025, 2047, 2049, 8191, 8193, 16383, 40_001, 1_000_003]}
+
+
+def rounds(worker: Worker) -> list[tuple[str, float]]:
+    """Kinds of gradients, and factors of the residual."""
+    return [("normal", 1.0), ("wild", 0.5), ("few", 3.0)][:2 if worker.kind == "simulator" else 3]
 
 
 @functools.cache

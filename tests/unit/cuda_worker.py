@@ -20,7 +20,10 @@ GUARD = 64
 PATTERN = 0xA5
 
 
-def _shared(self: object, shape: int, dtype: object, _lock: threading.Lock = threading.Lock()) -> np.ndarray:
+_lock = threading.Lock()
+
+
+def _shared(self: object, shape: int, dtype: object) -> np.ndarray:
     """The simulator's shared.array, where two threads that come at once get one array, as they should, not two."""
     frame = sys._getframe(1)
     with _lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unit.codec_tools import corrupt, gradient
-from unit.cuda_tools import DEVICES, SIZES, Pair, workers
+from unit.cuda_tools import DEVICES, SIZES, Pair, rounds, workers
 
 
 class RandomK(Pair):
@@ -28,9 +28,9 @@ AMOUNTS = [0.01, 1, 0.3, 0.999, 10**6]
 def test_as_on_the_cpu(worker, wide, residual, momentum):
     for i, n in enumerate(SIZES[worker.kind]):
         pair = RandomK(worker, "randomk", {"k": AMOUNTS[(i + residual + 2 * momentum) % 5]}, n, wide, residual, momentum, seed=7 * i - 3)
-        for turn, kind in enumerate(["normal", "wild", "few"]):
+        for turn, (kind, factor) in enumerate(rounds(worker)):
             g = gradient(kind, n, wide, turn)
-            wire = pair.encode(g, factor=[1.0, 0.5, 3.0][turn])
+            wire = pair.encode(g, factor)
             pair.decode(wire, add_to=g if turn % 2 else None)
         pair.close()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from unit.codec_tools import corrupt, gradient
-from unit.cuda_tools import DEVICES, SIZES, Pair, workers
+from unit.cuda_tools import DEVICES, SIZES, Pair, rounds, workers
 
 
 class TopK(Pair):
@@ -34,18 +34,18 @@ AMOUNTS = [0.01, 1, 0.3, 0.999, 10**6]
 @pytest.mark.parametrize("wide", ["float32", "float64"])
 @pytest.mark.parametrize("residual,momentum", [(False, False), (True, False), (False, True), (True, True)], ids=["", "ef", "nesterov", "ef-nesterov"])
 def test_as_on_the_cpu(worker, wide, residual, momentum):
-    for i, n in enumerate([*SIZES[worker.kind], 1500]):
-        pair = TopK(worker, "topk", {"k": AMOUNTS[(i + residual + 2 * momentum) % 5] if n < 1500 else 0.02}, n, wide, residual, momentum)
-        for turn, kind in enumerate(["normal", "wild", "few"][:3 if n < 1500 else 2]):
+    for i, n in enumerate([*SIZES[worker.kind], *[1100] * (residual == momentum)]):
+        pair = TopK(worker, "topk", {"k": AMOUNTS[(i + residual + 2 * momentum) % 5] if n != 1100 else 0.02}, n, wide, residual, momentum)
+        for turn, (kind, factor) in enumerate(rounds(worker)):
             g = gradient(kind, n, wide, turn)
-            wire = pair.encode(g, factor=[1.0, 0.5, 3.0][turn])
+            wire = pair.encode(g, factor)
             pair.decode(wire, add_to=g if turn % 2 else None)
         pair.close()
 
 
 @pytest.mark.parametrize("kind", ["zero", "minus zero", "equal", "sparse", "ascending", "descending", "denormal", "huge", "infinity", "nan"])
 def test_special_values(worker, kind):
-    for wide, n, k in [("float32", 300, 0.05), ("float64", 300, 70), ("float32", 1100 if worker.kind == "simulator" else 100_000, 0.01)]:
+    for wide, n, k in [("float64", 300, 70), ("float32", 300 if worker.kind == "simulator" else 100_000, 0.01)]:
         pair = TopK(worker, "topk", {"k": k}, n, wide, True, True)
         for turn, one in enumerate([kind, "normal"]):
             wire = pair.encode(gradient(one, n, wide, turn))
@@ -56,10 +56,10 @@ def test_special_values(worker, kind):
 
 def test_an_unlucky_sample(worker):
     """What the sample sees is large, and all else is not: all is collected again."""
-    n = 3000 if worker.kind == "simulator" else 50_000
+    n = 1100 if worker.kind == "simulator" else 50_000
     sample, run = (256, 4) if worker.kind == "simulator" else (4096, 4)
     stride = n // (sample // run)
-    for residual, momentum in [(False, False), (True, False), (False, True), (True, True)]:
+    for residual, momentum in [(False, False), (True, False), (False, True)]:
         g = gradient("normal", n, "float32", 1)
         for r in range(sample // run):
             first = r * stride + ((r * 2654435769 & 0xFFFFFFFF) * (stride - run + 1) >> 32)

@@ -85,12 +85,12 @@ class Codec(ABC):
 
 
 class DeviceCodec(ABC):
-    """The same compressor on a GPU: the same bytes, residual and momentum for the same input, seed and counter, as far as sums in another order allow.
+    """The same compressor on a GPU: the same bytes, residual and momentum for the same input, seed and counter, but for sums in another order.
 
     Its functions queue kernels on the stream that they are given and return; they neither wait nor allocate. Memory is the device's: an array with
-    ``__cuda_array_interface__`` or an address (int), wire and scratch aligned to 16 bytes, state as for an :data:`Encoder`. ``wide`` is float32 or
-    float64; ``options`` are N_OPTIONS integers as for an :data:`Encoder`, on the host. ``stream`` is a raw handle; one partition's calls come in order.
-    :meth:`Codec.options`, ``numbers`` and ``capacity`` are the CPU codec's of the same name.
+    ``__cuda_array_interface__``, or an address (int). wire and scratch are aligned to 16 bytes, state is as for an :data:`Encoder`. ``wide`` is
+    float32 or float64; ``options`` are N_OPTIONS integers as for an :data:`Encoder`, on the host. ``stream`` is a raw handle, of the device that is
+    current in the calling thread; a partition's calls come in order. Sizes and settings are :func:`codec`'s of the same name.
     """
 
     name: str
@@ -143,7 +143,8 @@ def device_codec(name: str) -> DeviceCodec:
         if name in _BUILT_IN and name not in _device_codecs:
             importlib.import_module(f"bpsx.kernels.cuda.{name}")    # registers itself
         if name not in _device_codecs:
-            raise ConfigError(f"compressor={name!r} has no kernels for GPUs; those that have are {', '.join(dict.fromkeys((*COMPRESSORS, *_device_codecs)))}")
+            known = dict.fromkeys((*COMPRESSORS, *_device_codecs))
+            raise ConfigError(f"compressor={name!r} has no kernels for GPUs; those that have are {', '.join(known)}")
         return _device_codecs[name]
 
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import numpy
 from numba import cuda
 from numba.core import config
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING or not SIMULATED:
 else:
     from bpsx.kernels.cuda import simulated as _made_of
 
+#: NumPy, as kernels name its types. What they make of them is Numba's: mypy would take it for NumPy's, or for Python's.
+np: Any = numpy
 THREADS, WARPS = _made_of.THREADS, _made_of.WARPS
 device = _made_of.device
 at, bits, magnitude, float_of = _made_of.at, _made_of.bits, _made_of.magnitude, _made_of.float_of

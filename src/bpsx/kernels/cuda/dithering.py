@@ -1,7 +1,7 @@
 """dithering on a GPU: see ``cpu/dithering.py``, whose wire and residual these are; of the l2 norm as far as a sum in another order allows.
 
-Four kernels encode: the norm, and what is to be sent; the levels, as planes of bits; chunks of these, which a block each packs into scratch memory; and
-these, side by side, into the wire. What needs to know of all blocks, the norm and where each chunk begins, is done by the block that is done last.
+Four kernels encode: the norm, and what is to be sent; the levels, as planes of bits; chunks of these, which a block each packs into scratch memory;
+and these, side by side, into the wire. What needs to know of all blocks, the norm and where each chunk begins, is done by the one that is done last.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from numba import cuda
 
 from bpsx.kernels.codecs import N_OPTIONS, DeviceCodec, register_device
@@ -34,6 +33,7 @@ from bpsx.kernels.cuda.device import (
     last,
     magnitude,
     negative,
+    np,
     plus,
     refuse,
     scan,
@@ -62,10 +62,25 @@ def _region(k: int) -> int:
     return 4 * ((8 + CHUNK * bits_bound(k) + 31) // 32 + 1)
 
 
+def _together(l2: bool) -> Any:
+    """A function of what each thread has found: largest[0] = the largest; or the sum, which is returned."""
+    @device
+    def together(top: Any, squares: Any, largest: Any, room: Any) -> Any:
+        if thread() == 0:
+            largest[0] = 0
+        squares = total(squares, room) if l2 else 0.0
+        sync()
+        shared_max(largest, 0, top)
+        sync()
+        return squares
+
+    return together
+
+
 @functools.cache
 def _norm(wide: str, residual: bool, momentum: bool, l2: bool) -> Kernel:
     """The first pass."""
-    real, natural_unit, linear_unit = element(wide), unit_of(wide, True), unit_of(wide, False)
+    real, natural_unit, linear_unit, together = element(wide), unit_of(wide, True), unit_of(wide, False), _together(l2)
 
     @kernel(addresses=7, integers=3, floats=2)
     def norm_of(g_: Any, e_: Any, m_: Any, wire: Any, written: Any, scratch: Any, state: Any, n: int, k: int, natural: int,
@@ -93,17 +108,11 @@ def _norm(wide: str, residual: bool, momentum: bool, l2: bool) -> Kernel:
                     squares += wide_ * wide_ if place(begin, t, j) < n else 0.0
                 elif place(begin, t, j) < n:
                     top = max(top, magnitude(p[j]))
-        if t == 0:
-            largest[0] = 0
-        squares = total(squares, room) if l2 else 0.0
-        sync()
-        shared_max(largest, 0, top)
-        sync()
-        if t == 0:
-            if l2:
-                sums[block()] = squares
-            else:
-                tops[block()] = largest[0]
+        squares = together(top, squares, largest, room)
+        if t == 0 and l2:
+            sums[block()] = squares
+        elif t == 0:
+            tops[block()] = largest[0]
         if not last(at(state, 0, np.int32), _TICKET, ticket):
             return
         top, squares = np.uint64(0), 0.0
@@ -112,9 +121,7 @@ def _norm(wide: str, residual: bool, momentum: bool, l2: bool) -> Kernel:
                 squares += sums[i]
             else:
                 top = max(top, tops[i])
-        squares = total(squares, room) if l2 else 0.0
-        shared_max(largest, 0, top)
-        sync()
+        squares = together(top, squares, largest, room)
         norm = np.float64(math.sqrt(squares)) if l2 else np.float64(float_of(largest[0], real(0)))
         highest = natural_unit(norm, k) if natural else times(linear_unit(norm, k), real(k))
         finite = abs(highest) < np.inf
@@ -222,15 +229,26 @@ def _packer() -> Kernel:
 
 @functools.cache
 def _joiner() -> Kernel:
+    """Packed chunks to where they begin in the wire: words that lie there as they should, and a few bytes before and behind."""
     @kernel(addresses=2, integers=2)
     def join(wire: Any, scratch: Any, chunks: int, region: int) -> None:
-        to, lengths = at(wire, 0, np.uint8), at(scratch, _LENGTHS, np.uint32)
+        to, lengths, t = at(wire, 0, np.uint8), at(scratch, _LENGTHS, np.uint32), thread()
         if not at(wire, 0, np.float64)[0] > 0:
             return
         for chunk in range(block(), chunks, blocks()):
-            packed, begin = at(scratch, _LENGTHS + 8 * chunks + chunk * region, np.uint8), np.int64(lengths[chunks + chunk])
-            for i in range(thread(), np.int64(lengths[chunk]), THREADS):
-                to[begin + i] = packed[i]
+            place_ = _LENGTHS + 8 * chunks + chunk * region
+            packed, of = at(scratch, place_, np.uint8), at(scratch, place_, np.uint32)
+            begin, length = np.int64(lengths[chunks + chunk]), np.int64(lengths[chunk])
+            head = min(-begin & 3, length)
+            words = (length - head) >> 2
+            aligned, behind = at(wire, begin + head, np.uint32), head + 4 * words
+            for i in range(t, words, THREADS):
+                both = np.uint64(of[i]) | (np.uint64(of[i + 1]) << np.uint64(32))
+                aligned[i] = np.uint32((both >> np.uint64(8 * head)) & np.uint64(0xFFFFFFFF))
+            if t < head:
+                to[begin + t] = packed[t]
+            if t < length - behind:
+                to[begin + behind + t] = packed[behind + t]
 
     return join
 

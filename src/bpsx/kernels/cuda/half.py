@@ -6,11 +6,10 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from numba import cuda
 
 from bpsx.kernels.codecs import DeviceCodec, register_device
-from bpsx.kernels.cuda.device import Kernel, address, at, block, blocks, element, grid, kernel, narrow, plus, refuse, thread, widen
+from bpsx.kernels.cuda.device import Kernel, address, at, block, blocks, element, grid, kernel, narrow, np, plus, refuse, thread, widen
 from bpsx.kernels.cuda.feedback import EACH, TILE, fetch, keep
 
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from bpsx.kernels.cuda.device import THREADS, device, leading, lowest, ones, scan, shared_or, sync, thread
+from bpsx.kernels.cuda.device import THREADS, device, leading, lowest, np, ones, scan, shared_or, sync, thread
 
 #: Elements of a chunk, the words of a thread, elements of a row.
 CHUNK, WORDS, ROW = 8192, 8192 // 32 // THREADS, 34
@@ -24,7 +22,7 @@ MOST = CHUNK * 12 // 32 + 2
 _LIMIT, _RAW = 16, 14
 #: A row of the table of where numbers begin, in bytes.
 _STEPS = 36
-#: Sizes of what kernels need of the block's memory: levels (uint16), a bit of each (uint32), that table (uint8), what threads tell each other (int32).
+#: Sizes of what kernels need of the block's memory: levels (uint16), a bit of each (uint32), that table (uint8), what threads tell others (int32).
 LEVELS, BITMAP, STEPS, LASTS = CHUNK // 32 * ROW, CHUNK // 32, THREADS * _STEPS, THREADS + 2
 SIGN = 0x8000
 #: The packer's planes of bits: which are not 0, which are negative, and from there on the bits of levels less 1.

@@ -9,7 +9,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from numba import cuda
 
 from bpsx.kernels.codecs import DeviceCodec, register_device
@@ -28,6 +27,7 @@ from bpsx.kernels.cuda.device import (
     kernel,
     last,
     negative,
+    np,
     plus,
     refuse,
     signed,

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from numba import cuda
 
 from bpsx.kernels.codecs import N_OPTIONS, DeviceCodec, amount_of, register_device
@@ -30,6 +29,7 @@ from bpsx.kernels.cuda.device import (
     kernel,
     last,
     magnitude,
+    np,
     plus,
     refuse,
     sync,
@@ -73,8 +73,8 @@ def _near(j: int, n: int, count: int, inverse: float) -> Any:
     return np.int64(np.float64(j) * np.float64(count) * inverse)
 
 
-@functools.cache
-def _encoder(wide: str, residual: bool, momentum: bool) -> Kernel:
+def _sender(wide: str, residual: bool, momentum: bool) -> Any:
+    """A function that sends one element."""
     real = element(wide)
 
     @device
@@ -88,6 +88,13 @@ def _encoder(wide: str, residual: bool, momentum: bool) -> Kernel:
         values[i] = value
         if magnitude(value) >= magnitude(real(np.inf)):
             atomic_or(seen, _SEEN, np.int32(_SENT))
+
+    return send
+
+
+@functools.cache
+def _encoder(wide: str, residual: bool, momentum: bool) -> Kernel:
+    real, send = element(wide), _sender(wide, residual, momentum)
 
     @kernel(addresses=5, integers=4, floats=3)
     def encode(g_: Any, e_: Any, m_: Any, wire: Any, state: Any, n: int, count: int, seed: int, counter: int,
@@ -210,7 +217,7 @@ class RandomK(DeviceCodec):
 
     def size(self, wide: str, n: int, options: Sequence[int]) -> int:
         """Always the same, for each element type."""
-        return _HEAD + amount_of(n, [*options]) * element(wide)().itemsize
+        return _HEAD + amount_of(n, [*options]) * int(element(wide)().itemsize)
 
     def encode(self, wide: str, g: Any, e: Any, m: Any, wire: Any, written: Any, scratch: Any, state: Any, options: Sequence[int], n: int,
                counter: int, factor: float, mu: float, stream: int) -> None:

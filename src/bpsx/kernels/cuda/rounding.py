@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from bpsx.kernels.cuda.device import bits, device, element, float_of, times
+from bpsx.kernels.cuda.device import bits, device, element, float_of, np, times
 from bpsx.kernels.cuda.words import mixed
 
 _FRACTION = 23
@@ -29,7 +26,7 @@ def noise(index: int, key: Any) -> Any:
     return np.uint32(x ^ (x >> np.uint32(16)))
 
 
-def scaler(wide: str, natural: bool) -> Callable[..., Any]:
+def scaler(wide: str, natural: bool) -> Any:
     """A function of norm and k: two factors that make z of a magnitude (see ``cpu/rounding.py``), and the largest z."""
     real, far = element(wide), 2.0**512 if wide == "float64" else 2.0**96
 
@@ -42,7 +39,7 @@ def scaler(wide: str, natural: bool) -> Callable[..., Any]:
     return scales
 
 
-def unit_of(wide: str, natural: bool) -> Callable[..., Any]:
+def unit_of(wide: str, natural: bool) -> Any:
     """A function of norm and k: what one level stands for; natural: the highest."""
     real = element(wide)
 
@@ -53,22 +50,20 @@ def unit_of(wide: str, natural: bool) -> Callable[..., Any]:
     return unit
 
 
-def leveller(natural: bool) -> Callable[..., Any]:
+def leveller(natural: bool) -> Any:
     """A function of a magnitude, :func:`scaler`'s three numbers and random bits: the level."""
     @device
     def level(size: Any, a: Any, b: Any, top: Any, random: Any) -> Any:
         z = np.float32(times(times(size, a), b))
         z = z if z < top else top
-        if natural and z >= np.float32(1 << _FRACTION):
-            fixed = np.uint32(bits(z) - np.uint32(_EXPONENT))
-        else:
-            fixed = np.uint32(np.int32(z))
+        between = natural and z >= np.float32(1 << _FRACTION)
+        fixed = np.uint32(bits(z) - np.uint32(_EXPONENT)) if between else np.uint32(np.int32(z))
         return np.uint32(np.uint32(fixed + np.uint32(random >> np.uint32(32 - _FRACTION))) >> np.uint32(_FRACTION))
 
     return level
 
 
-def valuer(wide: str, natural: bool) -> Callable[..., Any]:
+def valuer(wide: str, natural: bool) -> Any:
     """A function of a level, k and :func:`unit_of`'s number: what it stands for."""
     real, fraction, bias = element(wide), 23 if wide == "float32" else 52, 127 if wide == "float32" else 1023
 

@@ -1,9 +1,9 @@
 """topk on a GPU: see ``cpu/topk.py``, whose wire and residual these are.
 
-Four kernels. A sample says how large an element must be, roughly, to be among the k: the floor. A pass over memory collects those that are, in order
-within a chunk of elements, and counts them in bins by magnitude; so the bin of the k-th largest is known. Of what was collected, few, the third kernel
-counts what each chunk sends for certain and makes a list of what is in that bin, from which the k-th largest is selected, digit by digit. The last
-kernel sends. What needs to know of all blocks is done by the one that is done last.
+Four kernels. A sample says how large an element must be, roughly, to be among the k: the floor. A pass over memory collects those that are, in
+order within a chunk of elements, and counts them in bins by magnitude; so the bin of the k-th largest is known. Of what was collected, few, the third
+kernel counts what each chunk sends for certain and makes a list of what is in that bin, from which the k-th largest is selected, digit by digit. The
+last kernel sends. What needs to know of all blocks is done by the one that is done last.
 
 If the sample was unlucky and too few were collected, that last block collects again, with no floor.
 """
@@ -15,7 +15,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from numba import cuda
 
 from bpsx.kernels.codecs import DeviceCodec, amount_of, register_device
@@ -40,6 +39,7 @@ from bpsx.kernels.cuda.device import (
     kernel,
     last,
     magnitude,
+    np,
     ones,
     plus,
     refuse,
@@ -55,7 +55,7 @@ from bpsx.kernels.cuda.device import (
 from bpsx.kernels.cuda.feedback import EACH, TILE, add_up, clearer, fetch, keep, place
 
 #: Elements of the sample, how many of them lie side by side, and of a chunk, which is a warp's.
-SAMPLE, RUN, CHUNK = (256 if SIMULATED else 4096), 4, (256 if SIMULATED else 1024)
+SAMPLE, RUN, CHUNK = (256 if SIMULATED else 4096), 4, (256 if SIMULATED else 2048)
 _DIGIT = 11                                 # bits
 _BINS = 1 << _DIGIT
 #: Blocks take turns at so many sets of bins: many at one would wait for each other.
@@ -63,8 +63,8 @@ _SETS = 8
 #: Scratch: bins (uint32), what all know (uint64, see below), tickets (int32), counters of chunks, what was collected, the list.
 _KNOWN = 4 * _BINS * _SETS
 _TICKETS, _CHUNKS = _KNOWN + 64, _KNOWN + 128
-#: The floor and, as a power of two, its bins' width; the bin's lowest magnitude, what is above all its others, and the bits in which these differ; the
-#: k-th largest magnitude and how many that are equal to it are sent.
+#: The floor and, as a power of two, its bins' width; the bin's lowest magnitude, what is above all its others, and the bits in which these differ;
+#: the k-th largest magnitude and how many that are equal to it are sent.
 _FLOOR, _SHIFT, _LOW, _END, _BITS, _LEAST, _EQUAL = range(7)
 #: A ticket of each kernel; how long the list is; whether there are infinities or NaN.
 _COLLECTED, _REFINED, _LISTED, _OVERFLOW = range(4)
@@ -112,10 +112,8 @@ def _bin_of_rank(bins: Any, rank: int, room: Any, found: Any) -> Any:
     return counted
 
 
-@functools.cache
-def _sampler(wide: str, residual: bool, momentum: bool) -> Kernel:
-    real, whole = element(wide), 8 * element(wide)().itemsize - 1
-
+def _valuer(residual: bool, momentum: bool) -> Any:
+    """A function that makes what is to be sent of one element, and changes nothing."""
     @device
     def value(g: Any, e: Any, m: Any, i: int, f: Any, u: Any) -> Any:
         p = g[i]
@@ -124,6 +122,13 @@ def _sampler(wide: str, residual: bool, momentum: bool) -> Kernel:
         if residual:
             p = plus(p, times(f, e[i]))
         return p
+
+    return value
+
+
+@functools.cache
+def _sampler(wide: str, residual: bool, momentum: bool) -> Kernel:
+    real, whole, value = element(wide), 8 * element(wide)().itemsize - 1, _valuer(residual, momentum)
 
     @kernel(addresses=4, integers=2, floats=2)
     def sample(g_: Any, e_: Any, m_: Any, scratch: Any, n: int, rank: int, factor: float, mu: float) -> None:
@@ -174,9 +179,9 @@ def _sampler(wide: str, residual: bool, momentum: bool) -> Kernel:
     return sample
 
 
-@functools.cache
-def _collector(wide: str, residual: bool, momentum: bool) -> Kernel:
-    real, whole = element(wide), 8 * element(wide)().itemsize - 1
+def _chunk_collector(wide: str, residual: bool, momentum: bool) -> Any:
+    """A function that a warp collects a chunk with."""
+    real = element(wide)
 
     @device
     def collect(g: Any, e: Any, m: Any, scratch: Any, values: Any, indices: Any, chunk: int, n: int, floor: Any, shift: Any, f: Any, u: Any,
@@ -227,14 +232,23 @@ def _collector(wide: str, residual: bool, momentum: bool) -> Kernel:
         if lane == 0:
             at(scratch, _CHUNKS, np.uint32)[chunk] = np.uint32(count)
 
-    @device
-    def add_sets(bins: Any, counts: Any) -> None:
-        for i in range(thread(), _BINS, THREADS):
-            sum_ = np.uint32(0)
-            for j in range(_SETS):
-                sum_ = np.uint32(sum_ + bins[j * _BINS + i])
-            counts[i] = sum_
-        sync()
+    return collect
+
+
+@device
+def _add_sets(bins: Any, counts: Any) -> None:
+    """One set of bins, of all."""
+    for i in range(thread(), _BINS, THREADS):
+        sum_ = np.uint32(0)
+        for j in range(_SETS):
+            sum_ = np.uint32(sum_ + bins[j * _BINS + i])
+        counts[i] = sum_
+    sync()
+
+
+@functools.cache
+def _collector(wide: str, residual: bool, momentum: bool) -> Kernel:
+    real, whole, collect = element(wide), 8 * element(wide)().itemsize - 1, _chunk_collector(wide, residual, momentum)
 
     @kernel(addresses=6, integers=2, floats=2, registers=64)
     def collector(g_: Any, e_: Any, m_: Any, scratch: Any, values_: Any, indices_: Any, n: int, rank: int, factor: float, mu: float) -> None:
@@ -249,7 +263,7 @@ def _collector(wide: str, residual: bool, momentum: bool) -> Kernel:
             collect(g, e, m, scratch, values, indices, chunk, n, floor, shift, f, u, True)
         if not last(at(scratch, _TICKETS, np.int32), _COLLECTED, room):
             return
-        add_sets(bins, counts)
+        _add_sets(bins, counts)
         if _bin_of_rank(counts, rank, room, found) < rank:
             floor, shift = np.uint64(0), np.uint64(whole - _DIGIT)
             for i in range(t, _BINS * _SETS, THREADS):
@@ -260,7 +274,7 @@ def _collector(wide: str, residual: bool, momentum: bool) -> Kernel:
                 collect(g, e, m, scratch, values, indices, chunk, n, floor, shift, f, u, False)
             fence()
             sync()
-            add_sets(bins, counts)
+            _add_sets(bins, counts)
             _bin_of_rank(counts, rank, room, found)
         if t == 0:
             chosen, low, width = found[0], floor, np.uint64(0)
@@ -273,51 +287,55 @@ def _collector(wide: str, residual: bool, momentum: bool) -> Kernel:
     return collector
 
 
+@device
+def _least_of(values: Any, listed: Any, length: int, known: Any, counts: Any, room: Any, found: Any) -> None:
+    """The k-th largest magnitude, from the list."""
+    t, low, rest, prefix, rank = thread(), known[_LOW], np.int64(known[_BITS]), np.uint64(0), np.int64(known[_EQUAL])
+    while rest > 0:
+        digit = min(_DIGIT, rest)
+        rest -= digit
+        for i in range(t, _BINS, THREADS):
+            counts[i] = 0
+        sync()
+        for i in range(t, length, THREADS):
+            key = (magnitude(values[listed[i]]) - low) >> np.uint64(rest)
+            if key >> np.uint64(digit) == prefix:
+                shared_add(counts, np.int64(key & np.uint64((1 << digit) - 1)), np.uint32(1))
+        sync()
+        _bin_of_rank(counts, rank, room, found)
+        prefix, rank = (prefix << np.uint64(digit)) | np.uint64(found[0]), found[1]
+    if t == 0:
+        known[_LEAST], known[_EQUAL] = low + prefix, np.uint64(rank)
+
+
+@device
+def _line_up(counts: Any, larger: Any, equals: Any, chunks: int, room: Any) -> None:
+    """From what chunks have to what those before have, of both kinds. Each warp has a part, and goes along it 32 at a time."""
+    lane = thread() & 31
+    part = (chunks + 32 * WARPS - 1) // (32 * WARPS) * 32
+    first = (thread() >> 5) * part
+    behind, sum_, same = min(first + part, chunks), 0, 0
+    for begin in range(first + lane, behind, 32 * EACH):
+        for j in range(EACH):
+            own = counts[min(begin + 32 * j, behind - 1)] if begin + 32 * j < behind else np.uint32(0)
+            sum_ += np.int64(own & np.uint32(0xFFFF))
+            same += np.int64(own >> np.uint32(16))
+    before, _ = scan(sum_, room)
+    earlier, _ = scan(same, room)
+    sum_, same = before - scan_warp(sum_)[0], earlier - scan_warp(same)[0]
+    for begin in range(first, behind, 32):
+        own = np.int64(counts[min(begin + lane, behind - 1)]) if begin + lane < behind else np.int64(0)
+        before, all_ = scan_warp(own & 0xFFFF)
+        earlier, also = scan_warp(own >> 16)
+        if begin + lane < behind:
+            larger[begin + lane], equals[begin + lane] = np.uint32(sum_ + before), np.uint32(same + earlier)
+        sum_ += all_
+        same += also
+
+
 @functools.cache
 def _refiner(wide: str) -> Kernel:
     real = element(wide)
-
-    @device
-    def least_of(values: Any, listed: Any, length: int, known: Any, counts: Any, room: Any, found: Any) -> None:
-        """The k-th largest magnitude, from the list."""
-        t, low, rest, prefix, rank = thread(), known[_LOW], np.int64(known[_BITS]), np.uint64(0), np.int64(known[_EQUAL])
-        while rest > 0:
-            digit = min(_DIGIT, rest)
-            rest -= digit
-            for i in range(t, _BINS, THREADS):
-                counts[i] = 0
-            sync()
-            for i in range(t, length, THREADS):
-                key = (magnitude(values[listed[i]]) - low) >> np.uint64(rest)
-                if key >> np.uint64(digit) == prefix:
-                    shared_add(counts, np.int64(key & np.uint64((1 << digit) - 1)), np.uint32(1))
-            sync()
-            _bin_of_rank(counts, rank, room, found)
-            prefix, rank = (prefix << np.uint64(digit)) | np.uint64(found[0]), found[1]
-        if t == 0:
-            known[_LEAST], known[_EQUAL] = low + prefix, np.uint64(rank)
-
-    @device
-    def line_up(counts: Any, larger: Any, equals: Any, chunks: int, room: Any) -> None:
-        """From what chunks have to what those before have, of both kinds. Each warp has a part, and goes along it 32 at a time."""
-        lane = thread() & 31
-        part = (chunks + 32 * WARPS - 1) // (32 * WARPS) * 32
-        first = (thread() >> 5) * part
-        behind, sum_, same = min(first + part, chunks), 0, 0
-        for i in range(first + lane, behind, 32):
-            sum_ += np.int64(counts[i] & np.uint32(0xFFFF))
-            same += np.int64(counts[i] >> np.uint32(16))
-        before, _ = scan(sum_, room)
-        earlier, _ = scan(same, room)
-        sum_, same = before - scan_warp(sum_)[0], earlier - scan_warp(same)[0]
-        for begin in range(first, behind, 32):
-            own = np.int64(counts[min(begin + lane, behind - 1)]) if begin + lane < behind else np.int64(0)
-            before, all_ = scan_warp(own & 0xFFFF)
-            earlier, also = scan_warp(own >> 16)
-            if begin + lane < behind:
-                larger[begin + lane], equals[begin + lane] = np.uint32(sum_ + before), np.uint32(same + earlier)
-            sum_ += all_
-            same += also
 
     @kernel(addresses=3, integers=2)
     def refine(scratch: Any, values_: Any, listed_: Any, n: int, chunks: int) -> None:
@@ -348,7 +366,7 @@ def _refiner(wide: str) -> Kernel:
             return
         if sought:
             length = np.int64(tickets[_LISTED])
-            least_of(values, listed, length, known, counts, room, found)
+            _least_of(values, listed, length, known, counts, room, found)
             fence()
             sync()
             least = known[_LEAST]
@@ -360,7 +378,7 @@ def _refiner(wide: str) -> Kernel:
                     atomic_add(both, chunk, np.uint32(1 << 16))
             fence()
             sync()
-        line_up(both, larger, equals, chunks, room)
+        _line_up(both, larger, equals, chunks, room)
 
     return refine
 
@@ -436,7 +454,7 @@ class TopK(DeviceCodec):
 
     def size(self, wide: str, n: int, options: Sequence[int]) -> int:
         """Always the same, for each element type."""
-        return amount_of(n, [*options]) * (4 + element(wide)().itemsize)
+        return amount_of(n, [*options]) * (4 + int(element(wide)().itemsize))
 
     def scratch(self, n: int, options: Sequence[int]) -> int:
         """Counters; values and indices of all elements and a list of them, though few are used."""
