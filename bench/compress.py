@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench import end_to_end
+from bench import compress_gpu, end_to_end
 from bench.jobs import progress
 from bench.report import BenchError, Case, median_case
 from bpsx.kernels.codecs import N_OPTIONS, N_STATE, SLACK, codec, load_codec
@@ -71,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="PART", default="", help="only cases (with --end-to-end: compressors) whose name contains this")
     parser.add_argument("--end-to-end", action="store_true", help="train a network on links of 10 Gbit/s, 1 Gbit/s and 200 Mbit/s; needs root")
     parser.add_argument("--plot", metavar="FILE", help="with --end-to-end: draw what was found (.svg, .png); needs matplotlib")
+    parser.add_argument("--gpu", action="store_true", help="the CUDA kernels, against a copy on the device; needs PyTorch and numba-cuda")
 
 
 def run(options: argparse.Namespace) -> list[Case]:
@@ -79,6 +80,8 @@ def run(options: argparse.Namespace) -> list[Case]:
         return _end_to_end(options)
     if options.plot:
         raise BenchError("--plot goes with --end-to-end")
+    if options.gpu:
+        return compress_gpu.run(options.quick, options.only)
     turns = 3 if options.quick else 15
     rows = [row for row in ROWS if options.only in row.case]
     if not rows:

@@ -21,7 +21,7 @@ import operator
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +41,7 @@ _BUILT_IN = (*COMPRESSORS, "half")
 COMMON = ("compressor", "ef", "momentum", "mu", "seed", "fp16")
 _lock = threading.RLock()
 _codecs: dict[str, Codec] = {}
+_device_codecs: dict[str, DeviceCodec] = {}
 _conversions: dict[str, tuple[int, int, tuple[object, ...]]] = {}
 _momenta: dict[str, tuple[int, object]] = {}
 _loaded: dict[tuple[str, str, bool, bool], Compiled] = {}
@@ -98,6 +99,36 @@ class Codec(ABC):
         """A function for Numba."""
 
 
+class DeviceCodec(ABC):
+    """The same compressor on a GPU: the same bytes, residual and momentum for the same input, seed and counter, but for sums in another order.
+
+    Its functions queue kernels on the stream that they are given and return; they neither wait nor allocate. Memory is the device's: an array with
+    ``__cuda_array_interface__``, or an address (int). wire and scratch are aligned to 16 bytes, state is as for an :data:`Encoder`. ``wide`` is
+    float32 or float64; ``options`` are N_OPTIONS integers as for an :data:`Encoder`, on the host. ``stream`` is a raw handle, of the device that is
+    current in the calling thread; a partition's calls come in order. Sizes and settings are :func:`codec`'s of the same name.
+    """
+
+    name: str
+
+    @abstractmethod
+    def size(self, wide: str, n: int, options: Sequence[int]) -> int | None:
+        """The bytes that an encoder writes if the host knows that beforehand, else None."""
+
+    def scratch(self, n: int, options: Sequence[int]) -> int:
+        """Bytes of scratch memory for n elements, for encoding and decoding; what lies there is nobody's."""
+        return 0
+
+    @abstractmethod
+    def encode(self, wide: str, g: Any, e: Any, m: Any, wire: Any, written: Any, scratch: Any, state: Any, options: Sequence[int], n: int,
+               counter: int, factor: float, mu: float, stream: int) -> None:
+        """As an :data:`Encoder`; e and m are None without residual and momentum. The bytes written: :meth:`size`, or else in ``written`` (int64)."""
+
+    @abstractmethod
+    def decode(self, wide: str, wire: Any, size: int, out: Any, scratch: Any, status: Any, options: Sequence[int], n: int, add: bool,
+               stream: int) -> None:
+        """As a :data:`Decoder`. ``status`` (int32) becomes -1 if the bytes are none of this codec's, else it stays: the caller has made it 0."""
+
+
 class Compiled(NamedTuple):
     """Addresses of a codec's functions for one element type, and what keeps them alive."""
 
@@ -121,6 +152,26 @@ def register(codec: Codec) -> None:
         if taken := sorted({*codec.keys} & {*COMMON}):
             raise ConfigError(f"compressor {name!r} of {kind.__module__}: its key {taken[0]!r} is there already, for all compressors")
         _codecs[name] = codec
+
+
+def register_device(codec: DeviceCodec) -> None:
+    """Make a codec's kernels for GPUs known to this process. Thread-safe."""
+    with _lock:
+        _device_codecs[codec.name] = codec
+
+
+def device_codec(name: str) -> DeviceCodec:
+    """The kernels for GPUs of the codec of that name, which compile when they are first used. They need the package numba-cuda.
+
+    Raises :class:`~bpsx.errors.ConfigError` if there are none. Thread-safe.
+    """
+    with _lock:
+        if name in _BUILT_IN and name not in _device_codecs:
+            importlib.import_module(f"bpsx.kernels.cuda.{name}")    # registers itself
+        if name not in _device_codecs:
+            known = dict.fromkeys((*COMPRESSORS, *_device_codecs))
+            raise ConfigError(f"compressor={name!r} has no kernels for GPUs; those that have are {', '.join(known)}")
+        return _device_codecs[name]
 
 
 def codec(name: str) -> Codec:

@@ -1,0 +1,111 @@
+"""What kernels are written with, and how they are launched: on a GPU, or on Numba's simulator if that is switched on (NUMBA_ENABLE_CUDASIM=1)."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy
+from numba import cuda
+from numba.core import config
+
+SIMULATED = bool(config.ENABLE_CUDASIM)
+if TYPE_CHECKING or not SIMULATED:
+    from bpsx.kernels.cuda import hardware as _made_of
+else:
+    from bpsx.kernels.cuda import simulated as _made_of
+
+#: NumPy, as kernels name its types. What they make of them is Numba's: mypy would take it for NumPy's, or for Python's.
+np: Any = numpy
+THREADS, WARPS = _made_of.THREADS, _made_of.WARPS
+device = _made_of.device
+at, bits, magnitude, float_of = _made_of.at, _made_of.bits, _made_of.magnitude, _made_of.float_of
+signed, negative = _made_of.signed, _made_of.negative
+plus, times, narrow, widen, high = _made_of.plus, _made_of.times, _made_of.narrow, _made_of.widen, _made_of.high
+atomic_add, atomic_or, atomic_max = _made_of.atomic_add, _made_of.atomic_or, _made_of.atomic_max
+shared_add, shared_or, shared_max = _made_of.shared_add, _made_of.shared_or, _made_of.shared_max
+thread, block, blocks, sync, fence = _made_of.thread, _made_of.block, _made_of.blocks, _made_of.sync, _made_of.fence
+ones, lowest, leading, ballot = _made_of.ones, _made_of.lowest, _made_of.leading, _made_of.ballot
+total, scan, scan_warp, sync_warp, collect_bits = _made_of.total, _made_of.scan, _made_of.scan_warp, _made_of.sync_warp, _made_of.collect_bits
+
+
+def element(wide: str) -> Any:
+    """The type of elements: ``float32`` or ``float64``."""
+    return {"float32": np.float32, "float64": np.float64}[wide]
+
+
+class Kernel:
+    """A kernel whose arguments are some addresses, then integers, then floats, 8 bytes each. Compiled when it is first launched; thread-safe."""
+
+    def __init__(self, function: Callable[..., None], addresses: int, integers: int, floats: int, registers: int | None) -> None:
+        self.function, self.registers, self.layout = function, registers, "Q" * addresses + "q" * integers + "d" * floats
+        self.signature = f"void({', '.join({'Q': 'uint64', 'q': 'int64', 'd': 'float64'}[one] for one in self.layout)})"
+        self._lock = threading.Lock()
+        self._launch: Callable[..., None] | None = None
+
+    def launch(self, blocks_: int, stream: int, *arguments: int | float) -> None:
+        """Queue it on a stream, with so many blocks of THREADS."""
+        with self._lock:
+            if self._launch is None:
+                self._launch = _made_of.launcher(self.function, self.signature, self.layout, self.registers)
+            self._launch(blocks_, stream, *arguments)
+
+
+def kernel(addresses: int, integers: int = 0, floats: int = 0, registers: int | None = None) -> Callable[[Callable[..., None]], Kernel]:
+    """Makes a kernel of a function. ``registers``: no more than so many for a thread, that more threads fit on a multiprocessor."""
+    return lambda function: Kernel(function, addresses, integers, floats, registers)
+
+
+def grid(tiles: int, each: int = 8) -> int:
+    """How many blocks work on so many tiles: no more than ``each`` for every multiprocessor, which then take turns."""
+    return max(1, min(tiles, each * _processors()))
+
+
+@functools.cache
+def _processors() -> int:
+    return 1 if SIMULATED else int(cuda.get_current_device().MULTIPROCESSOR_COUNT)
+
+
+def address(memory: Any) -> int:
+    """Where an array lies: anything with ``__cuda_array_interface__``, or an address. None: nowhere."""
+    if memory is None:
+        return 0
+    return memory if isinstance(memory, int) else int(memory.__cuda_array_interface__["data"][0])
+
+
+@device
+def last(tickets: Any, i: Any, room: Any) -> Any:
+    """Whether all other blocks have come here before, and what they have written is seen. Then the ticket, an int32, is 0 again.
+
+    ``room``: one int32 of the block's memory.
+    """
+    fence()
+    sync()
+    if thread() == 0:
+        came = atomic_add(tickets, i, np.int32(1))
+        room[0] = np.int32(came == blocks() - 1)
+        if came == blocks() - 1:
+            tickets[i] = np.int32(0)
+    sync()
+    fence()
+    return room[0] != 0
+
+
+@device
+def forget(p: Any, n: int) -> None:
+    """All zero, by one block: what follows an overflow, seldom."""
+    for i in range(thread(), n, THREADS):
+        p[i] = 0
+
+
+@kernel(addresses=1)
+def _refused(status: Any) -> None:
+    if thread() == 0:
+        at(status, 0, np.int32)[0] = -1
+
+
+def refuse(status: Any, stream: int) -> None:
+    """The decoder's word for bytes that are none of the codec's, where the host knows."""
+    _refused.launch(1, stream, address(status))

@@ -1,0 +1,364 @@
+"""The code of ``cpu/levels.py`` for chunks of levels and signs, by a block of threads.
+
+A thread has WORDS words of 32 elements, side by side. Where its bits of a plane begin follows from how many those before it have: a sum over the
+block. The packer gets levels as planes of bits, and writes with atomic or, since threads share words. The unpacker
+makes levels, as uint16 with the sign on top, in rows of 32 that are two longer, so that neither threads that go along rows nor those that go along
+columns get into each other's way.
+
+Rice-coded numbers begin where the one before ends. Each thread finds out of its 32 bits, for every place where a number might begin, where in the
+next thread's the first one would; one thread follows that through all of them, and then each knows where its first one begins.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bpsx.kernels.cuda.device import THREADS, device, leading, lowest, np, ones, scan, shared_or, sync, thread
+
+#: Elements of a chunk, the words of a thread, elements of a row.
+CHUNK, WORDS, ROW = 8192, 8192 // 32 // THREADS, 34
+#: Words that a chunk takes at most, with one to spare: 12 bits an element.
+MOST = CHUNK * 12 // 32 + 2
+_LIMIT, _RAW = 16, 14
+#: A row of the table of where numbers begin, in bytes.
+_STEPS = 36
+#: Sizes of what kernels need of the block's memory: levels (uint16), a bit of each (uint32), that table (uint8), what threads tell others (int32).
+LEVELS, BITMAP, STEPS, LASTS = CHUNK // 32 * ROW, CHUNK // 32, THREADS * _STEPS, THREADS + 2
+SIGN = 0x8000
+#: The packer's planes of bits: which are not 0, which are negative, and from there on the bits of levels less 1.
+MASK, SIGNS, BITS = range(3)
+
+
+@device
+def row(i: int) -> Any:
+    """Where element i's level lies."""
+    return (i >> 5) * ROW + (i & 31)
+
+
+@device
+def spacing(size: int, count: int) -> Any:
+    """As the CPU's."""
+    s = 0
+    while (count + 1) << (s + 1) <= size:
+        s += 1
+    return s if (count + 1) * (s + 1) + 2 * (size >> s) < size else 0
+
+
+@device
+def put(buffer: Any, position: int, word: Any) -> None:
+    """Set those of 32 bits from ``position`` on that are set in ``word``."""
+    if word != np.uint32(0):
+        both = np.uint64(word) << np.uint64(position & 31)
+        shared_or(buffer, position >> 5, np.uint32(both & np.uint64(0xFFFFFFFF)))
+        if both >> np.uint64(32) != np.uint64(0):
+            shared_or(buffer, (position >> 5) + 1, np.uint32(both >> np.uint64(32)))
+
+
+@device
+def gathered(word: Any, mask: Any) -> Any:
+    """The bits of ``word`` where ``mask`` has ones, side by side: "compress" of Warren's "Hacker's Delight", in as many steps for all."""
+    word, left = np.uint32(word & mask), np.uint32(~mask << np.uint32(1))
+    for step in range(5):
+        odd = np.uint32(left ^ np.uint32(left << np.uint32(1)))
+        odd = np.uint32(odd ^ np.uint32(odd << np.uint32(2)))
+        odd = np.uint32(odd ^ np.uint32(odd << np.uint32(4)))
+        odd = np.uint32(odd ^ np.uint32(odd << np.uint32(8)))
+        odd = np.uint32(odd ^ np.uint32(odd << np.uint32(16)))
+        moved = np.uint32(odd & mask)
+        mask = np.uint32(np.uint32(mask ^ moved) | np.uint32(moved >> np.uint32(1 << step)))
+        moving = np.uint32(word & moved)
+        word = np.uint32(np.uint32(word ^ moving) | np.uint32(moving >> np.uint32(1 << step)))
+        left = np.uint32(left & np.uint32(~odd))
+    return word
+
+
+@device
+def put_plane(buffer: Any, position: int, words: Any, masks: Any) -> None:
+    """A thread's part of a plane."""
+    for w in range(WORDS):
+        if masks[w] != np.uint32(0):
+            put(buffer, position, gathered(words[w], masks[w]))
+            position += ones(masks[w])
+
+
+@device
+def _length(x: int, s: int) -> Any:
+    return (x >> s) + 1 + s if x >> s < _LIMIT else _LIMIT + _RAW
+
+
+@device
+def put_number(buffer: Any, position: int, x: int, s: int) -> None:
+    """A Rice-coded number."""
+    if x >> s < _LIMIT:
+        put(buffer, position, np.uint32((((x & ((1 << s) - 1)) << 1) | 1) << (x >> s)))
+    else:
+        put(buffer, position, np.uint32(x << _LIMIT))
+
+
+@device
+def _behind(lasts: Any, t: int) -> Any:
+    """The index behind the last one of the threads before ``t``."""
+    while t > 0 and lasts[t - 1] < 0:
+        t -= 1
+    return np.int64(lasts[t - 1]) + 1 if t > 0 else np.int64(0)
+
+
+@device
+def put_places(buffer: Any, masks: Any, size: int, s: int, lasts: Any, room: Any) -> Any:
+    """The places of those that are not 0, behind the first byte. Returns the position behind them. ``lasts``: THREADS + 1 int32."""
+    t = thread()
+    if s == 0:
+        for w in range(WORDS):
+            put(buffer, 8 + 32 * (t * WORDS + w), masks[w])
+        return 8 + size
+    lasts[t] = -1
+    for w in range(WORDS):
+        if masks[w] != np.uint32(0):
+            lasts[t] = np.int32(32 * (t * WORDS + w) + highest(masks[w]))
+    sync()
+    first, own, end = 0, 0, 0
+    if t == 0:
+        end = _behind(lasts, THREADS)
+    if lasts[t] >= 0:
+        first = _behind(lasts, t)
+    after = first
+    for w in range(WORDS):
+        mask = masks[w]
+        while mask != np.uint32(0):
+            i = 32 * (t * WORDS + w) + lowest(mask)
+            own += _length(i - after, s)
+            after = i + 1
+            mask = np.uint32(mask & np.uint32(mask - np.uint32(1)))
+    if t == 0:
+        lasts[THREADS] = end
+    before, all_ = scan(own, room)
+    position, after = 8 + before, first
+    for w in range(WORDS):
+        mask = masks[w]
+        while mask != np.uint32(0):
+            i = 32 * (t * WORDS + w) + lowest(mask)
+            put_number(buffer, position, i - after, s)
+            position += _length(i - after, s)
+            after = i + 1
+            mask = np.uint32(mask & np.uint32(mask - np.uint32(1)))
+    left = size - np.int64(lasts[THREADS])
+    if t == 0:
+        put_number(buffer, 8 + all_, left, s)
+    return 8 + all_ + _length(left, s)
+
+
+@device
+def highest(x: Any) -> Any:
+    """The index of the highest bit of a uint32 that is set; one is."""
+    return 31 - leading(x)
+
+
+@device
+def _at_least(planes: Any, word: int, bound: int, low: int, high_: int) -> Any:
+    """Which of a word's levels less 1, without their ``low`` lowest bits, are at least ``bound``; ``high_`` is how many bits there are."""
+    equal, larger = np.uint32(0xFFFFFFFF), np.uint32(0)
+    for b in range(high_ - 1, low - 1, -1):
+        ones_ = planes[(BITS + b) * BITMAP + word]
+        if (bound >> (b - low)) & 1:
+            equal = np.uint32(equal & ones_)
+        else:
+            larger = np.uint32(larger | np.uint32(equal & ones_))
+            equal = np.uint32(equal & np.uint32(~ones_))
+    return np.uint32(equal | larger)
+
+
+@device
+def pack(buffer: Any, planes: Any, size: int, k: int, bits_: int, lasts: Any, room: Any, masks: Any, words: Any) -> Any:
+    """Code a chunk into ``buffer``, which is all 0. Returns the bytes it takes. masks, words: WORDS uint32 of the thread's own.
+
+    planes: BITMAP words each of MASK, which levels are not 0; SIGNS; and from BITS on the ``bits_`` bits of those levels less 1.
+    """
+    t, own, total = thread(), 0, 0
+    for w in range(WORDS):
+        word, masks[w], words[w] = t * WORDS + w, np.uint32(0), np.uint32(0)
+        if 32 * word < size:
+            masks[w], words[w] = planes[MASK * BITMAP + word], planes[SIGNS * BITMAP + word]
+            own += ones(masks[w])
+            for b in range(bits_):
+                total += ones(planes[(BITS + b) * BITMAP + word]) << b
+    before, count = scan(own, room)
+    if count == 0:
+        return 0
+    r = 0
+    if k > 2:
+        _, total = scan(total, room)
+        while count << (r + 1) <= total:
+            r += 1
+    s = spacing(size, count)
+    if t == 0:
+        put(buffer, 0, np.uint32(r + 8 * s))
+    position = put_places(buffer, masks, size, s, lasts, room)
+    put_plane(buffer, position + before, words, masks)
+    position += count
+    for low in range(r):
+        for w in range(WORDS):
+            if masks[w] != np.uint32(0):
+                words[w] = planes[(BITS + low) * BITMAP + t * WORDS + w]
+        put_plane(buffer, position + before, words, masks)
+        position += count
+    for high_ in range(1, ((k - 1) >> r) + 1):
+        own = 0
+        for w in range(WORDS):
+            words[w] = np.uint32(0)
+            if masks[w] != np.uint32(0):
+                words[w] = _at_least(planes, t * WORDS + w, high_, r, bits_)
+        put_plane(buffer, position + before, words, masks)
+        position += count
+        for w in range(WORDS):
+            masks[w] = np.uint32(masks[w] & words[w])
+            own += ones(masks[w])
+        before, count = scan(own, room)
+        if count == 0:
+            break
+    return (position + 7) >> 3
+
+
+@device
+def get(of: Any, position: int) -> Any:
+    """The 32 bits from bit ``position`` on; ``of``: uint32."""
+    both = np.uint64(of[position >> 5]) | (np.uint64(of[(position >> 5) + 1]) << np.uint64(32))
+    return np.uint32((both >> np.uint64(position & 31)) & np.uint64(0xFFFFFFFF))
+
+
+@device
+def _get_two(of: Any, position: int) -> Any:
+    return np.uint64(get(of, position)) | (np.uint64(get(of, position + 32)) << np.uint64(32))
+
+
+@device
+def _number(window: Any, s: int) -> Any:
+    """The number that a window's bits begin with, and how many it takes."""
+    high_ = lowest(np.uint32(window & np.uint64(0xFFFFFFFF)) | np.uint32(1 << _LIMIT))
+    if high_ < _LIMIT:
+        return (high_ << s) | (np.int64((window >> np.uint64(high_ + 1)) & np.uint64((1 << s) - 1))), high_ + 1 + s
+    return np.int64((window >> np.uint64(_LIMIT)) & np.uint64((1 << _RAW) - 1)), _LIMIT + _RAW
+
+
+@device
+def _follow(window: Any, s: int, steps: Any, entries: Any) -> None:
+    """entries[t] = where in a thread's 32 bits its first number begins; entries[0] is known, and entries[THREADS] will be the next round's."""
+    t = thread()
+    for back in range(32):
+        begin = 31 - back
+        _, length = _number(window >> np.uint64(begin), s)
+        to = begin + length
+        steps[t * _STEPS + begin] = np.uint8(steps[t * _STEPS + to] if to < 32 else to - 32)
+    sync()
+    if t == 0:
+        at_ = np.int64(entries[0])
+        for i in range(THREADS):
+            at_ = np.int64(steps[i * _STEPS + at_])
+            entries[i + 1] = np.int32(at_)
+    sync()
+
+
+@device
+def get_numbers(of: Any, base: int, limit: int, size: int, s: int, bitmap: Any, steps: Any, entries: Any, room: Any) -> Any:
+    """Set bitmap's bits, which are 0, from Rice-coded numbers. Returns the position behind them, or -1.
+
+    ``steps``: THREADS rows of bytes. ``entries``: THREADS + 2 int32; the last is what the threads find.
+    """
+    t, place, begin = thread(), 0, 8
+    if t == 0:
+        entries[0], entries[THREADS + 1] = 0, 0
+    while begin < limit:
+        own = begin + 32 * t
+        window = _get_two(of, base + own) if own < limit else np.uint64(0)
+        _follow(window, s, steps, entries)
+        first, sum_ = np.int64(entries[t]), 0
+        at_ = first
+        while at_ < 32:
+            x, length = _number(window >> np.uint64(at_), s)
+            sum_ += x + 1
+            at_ += length
+        before, all_ = scan(sum_, room)
+        i, at_ = place + before, first
+        while at_ < 32 and i <= size:
+            x, length = _number(window >> np.uint64(at_), s)
+            i += x
+            at_ += length
+            if own + at_ > limit or i >= size:
+                entries[THREADS + 1] = np.int32(own + at_) if i == size and own + at_ <= limit else np.int32(-1)
+                break
+            shared_or(bitmap, i >> 5, np.uint32(1) << np.uint32(i & 31))
+            i += 1
+        place = min(place + all_, CHUNK + 1)
+        sync()
+        if entries[THREADS + 1] != 0:
+            return np.int64(entries[THREADS + 1])
+        sync()
+        if t == 0:
+            entries[0] = entries[THREADS]
+        begin += 32 * THREADS
+    return np.int64(-1)
+
+
+@device
+def _raise(levels: Any, of: Any, position: int, masks: Any, amount: int, narrow: bool) -> Any:
+    """Raise those of a thread's levels among the masked ones whose bit is set; with ``narrow`` they become the mask. How many those are."""
+    t, count = thread(), 0
+    for w in range(WORDS):
+        mask, kept = masks[w], np.uint32(0)
+        if mask != np.uint32(0):
+            word = get(of, position)
+            position += ones(mask)
+            while mask != np.uint32(0):
+                if word & np.uint32(1):
+                    lane = lowest(mask)
+                    to = (t * WORDS + w) * ROW + lane
+                    levels[to] = np.uint16(levels[to] + np.uint16(amount))
+                    kept = np.uint32(kept | (np.uint32(1) << np.uint32(lane)))
+                word = np.uint32(word >> np.uint32(1))
+                mask = np.uint32(mask & np.uint32(mask - np.uint32(1)))
+        count += ones(kept)
+        if narrow:
+            masks[w] = kept
+    return count
+
+
+@device
+def unpack(of: Any, base: int, length: int, levels: Any, size: int, k: int, bitmap: Any, steps: Any, entries: Any, room: Any, masks: Any) -> Any:
+    """The levels and signs of a chunk that takes ``length`` bytes, at least 1, from bit ``base`` on. Returns whether it is one."""
+    t, limit, head = thread(), 8 * length, np.int64(get(of, base)) & 255
+    r, s, position = head & 7, head >> 3, 8 + size
+    if s >= _RAW or (r > 0 and (1 << r) >= k) or (s == 0 and position > limit):
+        return False
+    for w in range(WORDS):
+        bitmap[t * WORDS + w] = 0
+    sync()
+    if s > 0:
+        position = get_numbers(of, base, limit, size, s, bitmap, steps, entries, room)
+        if position < 0:
+            return False
+    own = 0
+    for w in range(WORDS):
+        first = 32 * (t * WORDS + w)
+        masks[w] = bitmap[t * WORDS + w]
+        if s == 0 and first < size:
+            inside = np.uint32(0xFFFFFFFF) if size - first >= 32 else np.uint32((1 << (size - first)) - 1)
+            masks[w] = np.uint32(get(of, base + 8 + first) & inside)
+        own += ones(masks[w])
+        for lane in range(32 if first < size else 0):
+            levels[(t * WORDS + w) * ROW + lane] = np.uint16((masks[w] >> np.uint32(lane)) & np.uint32(1))
+    before, count = scan(own, room)
+    if position + count * (1 + r) > limit:
+        return False
+    _raise(levels, of, base + position + before, masks, SIGN, False)
+    position += count
+    for low in range(r):
+        _raise(levels, of, base + position + before, masks, 1 << low, False)
+        position += count
+    for _ in range((k - 1) >> r):
+        if count == 0:
+            break
+        if position + count > limit:
+            return False
+        own = _raise(levels, of, base + position + before, masks, 1 << r, True)
+        position += count
+        before, count = scan(own, room)
+    return (position + 7) >> 3 == length

@@ -1,0 +1,163 @@
+"""A process that runs the CUDA kernels for tests: on a GPU, or on Numba's simulator if NUMBA_ENABLE_CUDASIM=1 was set for it.
+
+Whether the simulator is on is settled when Numba is imported, and where it is the CPU's kernels are not what they are elsewhere: hence the process of
+its own. It answers pickled calls on its standard streams, ``(number of the coder or None, method, arguments)``, by what they return or raise.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+import warnings
+
+import numpy as np
+
+from bpsx.kernels.codecs import N_OPTIONS, N_STATE, SLACK, codec, device_codec
+from bpsx.kernels.cuda.device import SIMULATED
+
+GUARD = 64
+PATTERN = 0xA5
+
+
+_lock = threading.Lock()
+
+
+def _shared(self: object, shape: int, dtype: object) -> np.ndarray:
+    """The simulator's shared.array, where two threads that come at once get one array, as they should, not two."""
+    frame = sys._getframe(1)
+    with _lock:
+        return self._allocations.setdefault((frame.f_code, frame.f_lineno), np.empty(shape, dtype))     # type: ignore[attr-defined]
+
+
+class Memory:
+    """Bytes on the device with a pattern around and in them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._host = np.full(size + 2 * GUARD, PATTERN, np.uint8)
+        if SIMULATED:
+            raw = np.full(size + 2 * GUARD + 64, PATTERN, np.uint8)
+            self._whole = raw[-raw.ctypes.data % 64:][:size + 2 * GUARD]
+            self.address = self._whole.ctypes.data + GUARD
+        else:
+            from numba import cuda
+
+            self._whole = cuda.to_device(self._host)
+            self.address = self._whole.__cuda_array_interface__["data"][0] + GUARD
+            assert self.address % 64 == 0
+
+    def put(self, content: bytes) -> None:
+        """From the beginning on; the rest is the pattern."""
+        self._host[:] = PATTERN
+        self._host[GUARD:GUARD + len(content)] = np.frombuffer(content, np.uint8)
+        if SIMULATED:
+            self._whole[:] = self._host
+        else:
+            self._whole.copy_to_device(self._host)
+
+    def get(self) -> bytes:
+        """All of it. Nothing around it has been written to."""
+        whole = self._whole.copy() if SIMULATED else self._whole.copy_to_host()
+        assert (whole[:GUARD] == PATTERN).all() and (whole[-GUARD:] == PATTERN).all(), "written outside"
+        return whole[GUARD:-GUARD].tobytes()
+
+
+class Coder:
+    """As ``codec_tools.Coder``, whose arrays are the device's."""
+
+    def __init__(self, name: str, options: dict, n: int, wide: str, residual: bool, momentum: bool, seed: int) -> None:
+        numbers = codec(name).numbers(codec(name).options(options))
+        self.options = [*numbers, *[0] * (N_OPTIONS - 1 - len(numbers)), seed]
+        self.codec, self.n, self.wide, self.counter = device_codec(name), n, wide, 0
+        self.capacity = codec(name).capacity(n, numbers)
+        width = np.dtype(wide).itemsize
+        self.g, self.out = Memory(n * width), Memory(n * width)
+        self.e, self.m = (Memory(n * width) if used else None for used in (residual, momentum))
+        for kept in (self.e, self.m):
+            if kept:
+                kept.put(bytes(n * width))
+        self.wire, self.written, self.state, self.status = Memory(self.capacity + SLACK), Memory(8), Memory(8 * N_STATE), Memory(4)
+        self.scratch = Memory(self.codec.scratch(n, self.options))
+        self.state.put(bytes(8 * N_STATE))
+        self.stream = 0
+        if not SIMULATED:
+            from numba import cuda
+
+            self._stream = cuda.stream()
+            self.stream = int(self._stream)
+
+    def _done(self) -> None:
+        if not SIMULATED:
+            self._stream.synchronize()
+
+    def encode(self, g: np.ndarray, factor: float, mu: float, state: bytes | None = None) -> tuple[bytes, np.ndarray, np.ndarray, np.ndarray]:
+        """The wire, the residual, the momentum and the state."""
+        self.counter += 1
+        self.g.put(g.tobytes())
+        for memory in (self.wire, self.written, self.scratch):
+            memory.put(b"")
+        e, m = (kept.address if kept else None for kept in (self.e, self.m))
+        self.codec.encode(self.wide, self.g.address, e, m, self.wire.address, self.written.address, self.scratch.address, self.state.address,
+                          self.options, self.n, self.counter, factor, mu, self.stream)
+        self._done()
+        size = self.codec.size(self.wide, self.n, self.options)
+        if size is None:
+            size = int(np.frombuffer(self.written.get(), np.int64)[0])
+        assert 0 <= size <= self.capacity
+        assert self.g.get() == g.tobytes(), "the gradient was written to"
+        self.scratch.get()
+        kept = [np.frombuffer(k.get(), self.wide) if k else np.zeros(0, self.wide) for k in (self.e, self.m)]
+        return self.wire.get()[:size], kept[0], kept[1], np.frombuffer(self.state.get(), np.float64)
+
+    def decode(self, wire: bytes, add_to: np.ndarray | None = None) -> np.ndarray | None:
+        """What ``wire`` says, added to ``add_to`` or alone; None if it is refused."""
+        room = Memory(len(wire) + SLACK)
+        room.put(wire)
+        self.out.put(b"" if add_to is None else add_to.tobytes())
+        self.scratch.put(b"")
+        self.status.put(bytes(4))
+        self.codec.decode(self.wide, room.address, len(wire), self.out.address, self.scratch.address, self.status.address, self.options, self.n,
+                          add_to is not None, self.stream)
+        self._done()
+        self.scratch.get()
+        assert room.get()[:len(wire)] == wire, "the wire was written to"
+        status, out = int(np.frombuffer(self.status.get(), np.int32)[0]), np.frombuffer(self.out.get(), self.wide)
+        assert status in (0, -1)
+        return None if status else out
+
+
+def main() -> None:
+    """Until the other side closes."""
+    warnings.simplefilter("ignore")     # integers wrap, infinities come and go
+    if SIMULATED:
+        from numba.cuda.simulator import kernelapi
+
+        kernelapi.FakeCUDAShared.array = _shared
+    sys.setswitchinterval(2e-5)         # the simulator waits for its threads by asking again and again
+    coders: list[Coder] = []
+    answers = sys.stdout.buffer
+    sys.stdout = sys.stderr
+    while True:
+        try:
+            number, method, arguments = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            if number is None:
+                coders.append(Coder(*arguments))
+                answer: object = len(coders) - 1
+            elif method == "close":
+                answer, coders[number] = None, None     # type: ignore[call-overload]
+            else:
+                answer = getattr(coders[number], method)(*arguments)
+        except BaseException as e:
+            import traceback
+
+            answer = AssertionError(f"{e!r}\n{traceback.format_exc()}")
+        answers.write(pickle.dumps(answer))
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
