@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bpsx.kernels.codecs import codec
 from unit.codec_tools import Coder, same
 
 #: What is compared on the simulator, which is slow, and with ``-m gpu`` on a GPU.
@@ -117,8 +116,3 @@ class Pair:
     def close(self) -> None:
         """Forget the device's coder."""
         self.worker.call(self.number, "close")
-
-
-def capacity(pair: Pair) -> int:
-    """The most bytes that its codec writes."""
-    return codec(pair.name).capacity(pair.n, [int(x) for x in pair.cpu.options])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from bpsx.errors import ConfigError
+from bpsx.kernels.codecs import device_codec
 from unit.codec_tools import corrupt, gradient
 from unit.cuda_tools import DEVICES, SIZES, Pair, rounds, workers
 
@@ -50,6 +52,11 @@ def test_special_values(worker, kind):
             if one == kind:
                 pair.decode(wire)
         pair.close()
+
+
+def test_no_kernels():
+    with pytest.raises(ConfigError, match="'nobody' has no kernels for GPUs; those that have are onebit, topk, randomk, dithering"):
+        device_codec("nobody")
 
 
 def test_other_bytes(worker):

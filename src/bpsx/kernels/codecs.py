@@ -105,7 +105,7 @@ class DeviceCodec(ABC):
     Its functions queue kernels on the stream that they are given and return; they neither wait nor allocate. Memory is the device's: an array with
     ``__cuda_array_interface__``, or an address (int). wire and scratch are aligned to 16 bytes, state is as for an :data:`Encoder`. ``wide`` is
     float32 or float64; ``options`` are N_OPTIONS integers as for an :data:`Encoder`, on the host. ``stream`` is a raw handle, of the device that is
-    current in the calling thread; a partition's calls come in order. Sizes and settings are :func:`codec`'s of the same name.
+    current in the calling thread; a partition's calls come in order. n is below 2^31. Sizes and settings are :func:`codec`'s of the same name.
     """
 
     name: str
