@@ -272,7 +272,8 @@ bpsx.shutdown()
 
 
 def test_what_is_on_the_wire_is_counted_and_shown(tmp_path: Path) -> None:
-    for plain, packed, stages in run(SPEED, 2, 2, env={"BYTEPS_TRACE_DIR": str(tmp_path)}):
+    folders = {i: {"BYTEPS_TRACE_DIR": str(tmp_path / str(i))} for i in range(2)}
+    for plain, packed, stages in run(SPEED, 2, 2, worker_env=folders):
         rate, sent, received, *same = plain
         assert 1 < sent / rate < 1.01 and 1 < received / rate < 1.01 and all(same)
         rate, sent, received, *same = packed
