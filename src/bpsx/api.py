@@ -217,7 +217,7 @@ def declare(name: str, compression: Mapping[str, Any] | None = None) -> int:
 
 def push_pull_async(
     array: np.ndarray, name: str | None = None, average: bool = True, priority: int = 0, output: np.ndarray | None = None,
-    learning_rate: float = 0.0,
+    learning_rate: float | None = None,
 ) -> Handle:
     """Begin to sum ``array`` over all workers; :func:`synchronize` gives the result.
 
@@ -227,7 +227,7 @@ def push_pull_async(
     Workers must agree on ``name``, shape, dtype and ``average``. Without a name, calls of one shape and dtype are matched in the order in
     which each worker makes them. ``average`` divides by ``size()``; integers round down. Integer sums wrap. Larger ``priority`` goes first.
     ``output``: where the result goes, C-contiguous, may be ``array`` itself; by default a new array. ``learning_rate``: for names declared with
-    ``ef="corrected"``, the same on all workers.
+    ``ef="corrected"``, from 0 (which corrects nothing), the same on all workers.
 
     Raises :class:`~bpsx.dtypes.UnsupportedDType` (a :class:`TypeError`), :class:`~bpsx.errors.ConfigError`. Thread-safe.
     """
@@ -236,7 +236,7 @@ def push_pull_async(
 
 def push_pull(
     array: np.ndarray, name: str | None = None, average: bool = True, priority: int = 0, output: np.ndarray | None = None,
-    learning_rate: float = 0.0,
+    learning_rate: float | None = None,
 ) -> np.ndarray:
     """As :func:`push_pull_async`, and wait: returns the sum or average. Raises what :func:`synchronize` raises."""
     result: np.ndarray = _push_pull(array, name, average, priority, output, learning_rate, will_wait=True).wait()
@@ -368,9 +368,11 @@ def _output_for(array: np.ndarray, output: np.ndarray | None, name: str | None) 
 
 
 def _push_pull(
-    array: np.ndarray, name: str | None, average: bool, priority: int, output: np.ndarray | None, rate: float, will_wait: bool,
+    array: np.ndarray, name: str | None, average: bool, priority: int, output: np.ndarray | None, rate: float | None, will_wait: bool,
 ) -> Handle:
     ours = session()
+    if rate is not None and not isinstance(rate, (int, float, np.integer, np.floating)):
+        raise errors.ConfigError(f"push_pull: learning_rate={rate!r}: a number from 0 is needed")
     check_name(name, "push_pull")
     check_priority(priority, "push_pull")
     given = array if isinstance(array, np.ndarray) else np.asarray(array)
@@ -382,4 +384,5 @@ def _push_pull(
         source, target = source.view(np.uint16), out.view(np.uint16)
     return ours._submit(
         name or f"unnamed.{dtype.name}.{given.shape}", given.shape, dtype.code, given.nbytes, source, target,
-        divisor=ours.size if average else 1, priority=priority, will_wait=will_wait, rate=rate, owner=None, result=out)
+        divisor=ours.size if average else 1, priority=priority, will_wait=will_wait, rate=-1.0 if rate is None else float(rate), owner=None,
+        result=out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from bpsx.kernels.outside import import_compressors
 from bpsx.neighbourhood import Neighbourhood
 from bpsx.partitioner import whole_pages
 from bpsx.pipeline import Place, stages_for
-from bpsx.saving import Saved, check_saved, put, take, until_idle
+from bpsx.saving import Saved, check_saved, clear, put, take, until_idle
 
 log = logging.getLogger("bpsx.compression")
 
@@ -37,14 +37,18 @@ class Compressing:
     Raises :class:`~bpsx.errors.ConfigError` on construction for compressors that cannot be imported.
     """
 
-    def __init__(self, config: Config, near: Neighbourhood, remembered: Remembered | None = None) -> None:
+    def __init__(
+        self, config: Config, near: Neighbourhood, current: Callable[[str], Tensor | None], remembered: Remembered | None = None,
+    ) -> None:
+        """``current``: what a name was last used as."""
         import_compressors(config.compressors)
+        self._current = current
         self._config, self._near = config, near
         self._of: dict[str, Compression] = dict(remembered.compressions) if remembered else {}
         self._momenta: dict[tuple[str, int, int], Momentum] = {}
-        self._current: dict[str, Tensor] = {}           # by name: what was compressed last
         self._meanings: dict[Tensor, Saved] = {}        # what says of saved state whether it is that tensor's
         self._kept: dict[str, tuple[Saved, bool]] = {n: (s, True) for n, s in remembered.kept.items()} if remembered else {}
+        self._begun: set[str] = set()                   # names that an optimizer has in charge
         self._told: list[Handle] = []                   # what servers have been told to keep, and have not answered
         self.core: Core                                 # set by the session, which makes it later
 
@@ -55,6 +59,16 @@ class Compressing:
         if compression != self._of.get(name, NONE):     # what is the same stays the same object
             self._warn_of(compression)
             self._of[name] = compression
+
+    def begin(self, name: str, compression: Compression | None) -> None:
+        """An optimizer takes charge of ``name``, which another one may have had: nothing is kept from that. On all workers, while no sum of it
+        is under way. None: not compressed, unless the script has declared it to be. Raises as :meth:`declare`."""
+        if compression is not None or name in self._begun:
+            self.declare(name, compression or NONE)
+            self.forget([name])
+        self._begun.discard(name)
+        if compression is not None:
+            self._begun.add(name)
 
     def _warn_of(self, compression: Compression) -> None:
         """Once, of residuals that may grow."""
@@ -117,7 +131,6 @@ class Compressing:
         made = [make(given, BY_CODE[dtype].name, length, stream(name.encode(), i), self._near.sender) for i, (*_, length) in enumerate(parts)]
         tensor = Tensor(name, dtype, parts, stages, generation, given.text(), made)
         lengths = [length for *_, length in parts]
-        self._current[name] = tensor
         self._meanings[tensor] = {"dtype": BY_CODE[dtype].name, "nbytes": sum(lengths), "codec": given.text(), "lengths": lengths}
         self._put(tensor)
         return tensor
@@ -130,7 +143,7 @@ class Compressing:
         Raises :class:`~bpsx.errors.BpsxError` if one does not end within ``BPSX_SHUTDOWN_TIMEOUT``.
         """
         wanted = list(dict.fromkeys(names))
-        tensors = [self._current[name] for name in wanted if name in self._current]
+        tensors = [tensor for tensor in map(self._tensor_of, wanted) if tensor is not None]
         for tensor in tensors:
             until_idle(self.core, tensor, self._config.shutdown_timeout)
         taken = take(self.core, tensors, self._near.sender == 0)
@@ -161,18 +174,43 @@ class Compressing:
             for (whose, dtype, nbytes), momentum in list(self._momenta.items()):
                 if whose == name:
                     self._put_momentum(name, momentum, {"dtype": BY_CODE[dtype].name, "nbytes": nbytes})
-            tensor = self._current.get(name)
+            tensor = self._tensor_of(name)
             if tensor is not None:
                 until_idle(self.core, tensor, self._config.shutdown_timeout)
                 self._put(tensor)
+        self._wait_for_servers()
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Let residuals, momentum and counters of ``names`` begin anew, at servers too if this is worker 0. On all workers.
+
+        Raises as :meth:`restore`."""
+        for name in names:
+            self._kept.pop(name, None)
+            for key in [key for key in self._momenta if key[0] == name]:
+                del self._momenta[key]
+            tensor = self._tensor_of(name)
+            if tensor is not None:
+                until_idle(self.core, tensor, self._config.shutdown_timeout)
+                handle = clear(self.core, tensor, self._near.sender == 0)
+                if handle is not None:
+                    self._told.append(handle)
+        self._wait_for_servers()
+
+    def _wait_for_servers(self) -> None:
+        """Until they keep what they have been told to. Raises what has made them fail."""
         told, self._told = self._told, []
         for handle in told:
             handle.wait()
 
+    def _tensor_of(self, name: str) -> Tensor | None:
+        """What a name is compressed as at present, if this process has anything of it."""
+        tensor = self._current(name)
+        return tensor if tensor in self._meanings else None
+
     def remembered(self) -> Remembered:
         """For the next session. Without what is kept, and a warning, if it cannot be had."""
         try:
-            kept = self.save({*self._of, *self._current})
+            kept = self.save(self._of)
         except BpsxError as e:
             log.warning("residuals and momentum begin anew after suspend(): %s", e)
             kept = {}

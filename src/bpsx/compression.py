@@ -53,7 +53,9 @@ class Compression:
         said = {"compressor": self.compressor, **dict(self.options), "ef": self.ef, "momentum": self.momentum, "seed": self.seed, "fp16": self.fp16}
         if self.momentum:
             said["mu"] = self.mu
-        return json.dumps({k: v for k, v in said.items() if v not in ("", False)}, sort_keys=True)
+        if self.seed == 0:
+            del said["seed"]
+        return json.dumps({k: v for k, v in said.items() if not (v is False or isinstance(v, str) and v == "")}, sort_keys=True)
 
 
 NONE = Compression()

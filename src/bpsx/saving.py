@@ -67,6 +67,12 @@ def ask(core: Core, tensor: Tensor, saved: np.ndarray | None) -> Handle:
     return handle
 
 
+def clear(core: Core, tensor: Tensor, with_servers: bool) -> Handle | None:
+    """Begin anew with a tensor that nobody is pushing."""
+    tensor.state([bytes(len(part)) for part in tensor.state()])
+    return ask(core, tensor, np.zeros(tensor.server_bytes, np.uint8)) if with_servers else None
+
+
 def put(core: Core, tensor: Tensor, saved: Saved, own: bool) -> Handle | None:
     """Put back what :func:`take` has made, for a tensor that nobody is pushing. If servers have to be told, they are, before what is pushed next.
 

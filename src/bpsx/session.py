@@ -91,7 +91,7 @@ class Session:
         self._joining = Joining()
         self._link: Link | None = None
         self._near = Neighbourhood(config)
-        self.compressing = Compressing(config, self._near, remembered)
+        self.compressing = Compressing(config, self._near, self._current, remembered)
         self._closed = False
         self._leaving = False
         self._failure = ""
@@ -289,13 +289,16 @@ class Session:
         with self._lock:
             return dict(self._order)
 
-    def declare(self, name: str, compression: Compression | None = None) -> int:
+    def declare(self, name: str, compression: Compression | None = None, anew: bool = False) -> int:
         """The index of ``name`` in the order in which this worker first saw names; stable from then on.
 
-        ``compression``: how its sums travel from now on; the same on all workers, from the same push_pull on. None: as before.
+        ``compression``: how its sums travel from now on; the same on all workers, from the same push_pull on. None: as before. ``anew``: for an
+        optimizer, see :meth:`bpsx.compressing.Compressing.begin`.
         Raises :class:`~bpsx.errors.ConfigError` for what is no name, and for compression in asynchronous training.
         """
         _check_name(name, "declare")
+        if anew:
+            self.compressing.begin(name, compression)
         with self._lock:
             if compression is not None:
                 self.compressing.declare(name, compression)
@@ -303,7 +306,7 @@ class Session:
 
     def push_pull(
         self, name: str, source: View, target: View, *, average: bool, priority: int = 0, will_wait: bool = False,
-        rate: float = 0.0, result: object = None,
+        rate: float = -1.0, result: object = None,
     ) -> Handle:
         """Sum (or average) ``source`` over all workers into ``target``; they may be the same memory.
 
@@ -347,15 +350,15 @@ class Session:
 
     def _submit(
         self, name: str, shape: tuple[int, ...], dtype: int, nbytes: int, source: Any, target: Any, *, divisor: int, priority: int,
-        will_wait: bool, owner: object, result: object, broadcast: bool = False, asynchronous: bool | None = None, rate: float = 0.0,
+        will_wait: bool, owner: object, result: object, broadcast: bool = False, asynchronous: bool | None = None, rate: float = -1.0,
     ) -> Handle:
         """The one way in. ``source`` and ``target`` are what :meth:`Core.prepare` takes; ``asynchronous`` by default if the job is."""
         if self._joining.active:
             self._joining.refuse(name)
         asynchronous = self._async if asynchronous is None else asynchronous
         codec = None if broadcast else self.compressing.of(name, dtype, nbytes)
-        if codec is not None and codec.ef == "corrected" and not 0 < rate < float("inf"):
-            raise errors.ConfigError(f"{name!r}: ef='corrected' needs the learning rate of each push_pull, a number above 0, not {rate!r}")
+        if codec is not None and codec.ef == "corrected" and not 0 <= rate < float("inf"):
+            raise errors.ConfigError(f"{name!r}: ef='corrected' needs the learning rate of each push_pull, a number from 0, not {rate!r}")
         if not broadcast and self.compressing.any:
             source, owner = self.compressing.with_momentum(name, dtype, nbytes, codec, source, owner)
         declared = self._tensors.get(name)
@@ -478,6 +481,10 @@ class Session:
         self._failure = failure
         if self._link is not None and not self._link.leave(failure, self.config.shutdown_timeout):
             log.warning("the scheduler did not answer the goodbye within %g s", self.config.shutdown_timeout)
+
+    def _current(self, name: str) -> Tensor | None:
+        declared = self._tensors.get(name)
+        return None if declared is None else declared.tensor
 
     def _unfinished(self) -> int:
         return int(self._core.outstanding) + sum(len(d.pending) for d in list(self._declared.values()))

@@ -170,6 +170,13 @@ bpsx.push_pull(np.ones(50000, np.float32), "x")
 kept = session().compressing
 state = kept.save(["x", "nobody"])
 report(sorted(state))
+bpsx.declare("aba", compression={"compressor": "topk", "k": 5, "ef": "vanilla"})
+bpsx.push_pull(np.ones(50000, np.float32), "aba")
+bpsx.declare("aba", compression={"compressor": "onebit", "ef": "vanilla"})
+bpsx.push_pull(np.ones(50000, np.float32), "aba")
+bpsx.declare("aba", compression={"compressor": "topk", "k": 5, "ef": "vanilla"})
+bpsx.push_pull(np.ones(50000, np.float32), "aba")
+report(kept.save(["aba"])["aba"]["codec"])
 def text(given):
     try:
         kept.restore(given)
@@ -185,9 +192,9 @@ bpsx.shutdown()
 
 def test_what_is_no_state_or_that_of_something_else() -> None:
     with Job(REFUSALS, 1, 1, env={"BYTEPS_FORCE_DISTRIBUTED": "1"}) as job:
-        names, texts, *sums = job.results()[0]
+        names, in_use, texts, *sums = job.results()[0]
         log = job.workers[0].text()
-    assert names == ["x"]
+    assert names == ["x"] and "topk" in in_use, "not what was declared last"
     for text, said in zip(texts, ("a mapping is needed, not int", "'worker' is a str; allowed are", "'colour' is a int"), strict=True):
         assert "'x'" in text and said in text
     assert all(total > 0 for total in sums), "it goes on with what it had"

@@ -146,6 +146,83 @@ def job_decay_of_others() -> Any:
     return with_params, weights(model)
 
 
+def job_second_optimizer() -> Any:
+    """Folds of a cross-validation: the same names each time."""
+    onebit = {"compressor": "onebit", "scaling": True, "ef": "vanilla", **NESTEROV}
+    folds = [_ten_steps("folds", onebit), _ten_steps("folds", onebit), _ten_steps("folds", None), _ten_steps("never compressed", None)]
+    model = network()
+    optimizer = distributed(model, sgd(model), "reloads", onebit)
+    begin, runs = optimizer.state_dict(), []
+    for state in (None, begin, {k: v for k, v in begin.items() if k != "bpsx"}):
+        with torch.no_grad():
+            for p, fresh in zip(model.parameters(), network().parameters(), strict=True):
+                p.copy_(fresh)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, step)
+            optimizer.step()
+        runs.append(weights(model))
+    return folds, runs
+
+
+def _used_in(prefix: str, used: list[bool]) -> list[torch.Tensor]:
+    """A layer that some steps do without, on all workers, or, where ``used`` is None, on one."""
+    torch.manual_seed(4)
+    model = nn.ModuleList([nn.Linear(32, 64), nn.Linear(32, 64)])
+    params = {"compressor": "topk", "k": 0.1, "ef": "vanilla", **NESTEROV}
+    optimizer = distributed(model, sgd(model), prefix, params)
+    for step, use in enumerate(used):
+        optimizer.zero_grad()
+        rows = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + bps.rank() if use else 0))
+        model[0](rows).square().mean().backward()
+        if use:
+            rows = torch.randn(8, 32, generator=torch.Generator().manual_seed(sum(used[:step])))
+            model[1](rows).square().mean().backward()
+        optimizer.step()
+    return weights(model[1])
+
+
+def job_unused() -> Any:
+    return _used_in("some", [True, False, True, False, False, True]), _used_in("all", [True, True, True])
+
+
+def job_decay_without_momentum() -> Any:
+    """Groups without momentum of their own, and zero gradients: what is left is weight decay."""
+    found = {}
+    for case, params in {"uncompressed": None, "no momentum": {"compressor": "onebit", "scaling": True},
+                         "momentum": {"compressor": "onebit", "scaling": True, "mu": 0.5, **NESTEROV}}.items():
+        model = nn.Linear(32, 64)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(1.0)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+        optimizer = bps.DistributedOptimizer(optimizer, [(f"{case}.{n}", p) for n, p in model.named_parameters()],
+                                             compression_params={f"{case}.weight": params or {"fp16": True},
+                                                                 f"{case}.bias": {"compressor": "onebit", "mu": 0.5, **NESTEROV} if case == "momentum"
+                                                                 else None})
+        for _ in range(5):
+            (model(torch.zeros(1, 32)).sum() * 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[case] = [float(p.mean()) for p in model.parameters()]
+    return found
+
+
+def job_rate_0() -> Any:
+    model = network()
+    optimizer = distributed(model, sgd(model, lr=0.0), "rate 0", {"compressor": "topk", "k": 0.1, "ef": "corrected", **NESTEROV})
+    for rate in (0.0, 0.1, 0.0):
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        backward(model, 0)
+        optimizer.step()
+    with pytest.warns(UserWarning, match="not compressed"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    return weights(model)
+
+
 def _said(act: Any) -> str:
     try:
         act()
@@ -160,6 +237,11 @@ def job_refusals() -> Any:
     model = network()
     said["no momentum"] = _said(lambda: distributed(model, torch.optim.Adam(model.parameters()), "a", onebit))
     said["dampening"] = _said(lambda: distributed(model, sgd(model, nesterov=False, dampening=0.5), "b", onebit))
+    said["rmsprop"] = _said(lambda: distributed(model, torch.optim.RMSprop(model.parameters(), momentum=0.9), "r", onebit))
+    said["fused"] = _said(lambda: distributed(model, sgd(model, fused=True, weight_decay=0.1), "f", onebit))
+    said["mu 0"] = _said(lambda: distributed(model, sgd(model), "m", {**onebit, "mu": 0.0}))
+    said["neither"] = _said(lambda: bps.DistributedOptimizer(sgd(model), model.named_parameters(),
+                                                             compression_params={"0.weight": onebit, "2.weight": 3}))
     said["some"] = _said(lambda: bps.DistributedOptimizer(sgd(model), model.named_parameters(), compression_params={"0.weight": onebit}))
     said["k"] = _said(lambda: _step(network(), "k", {"compressor": "topk", "k": 2049}))
     optimizer = _step(model, "d", onebit)
@@ -186,9 +268,12 @@ def _step(model: nn.Module, prefix: str, params: Any) -> Any:
     return optimizer
 
 
+JOBS = ["job_lossless", "job_decay_of_others", "job_second_optimizer", "job_unused", "job_decay_without_momentum", "job_rate_0"]
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    finished = run_job(__file__, ["job_lossless", "job_decay_of_others"], tmp_path_factory.mktemp("job"), 2, BYTEPS_MIN_COMPRESS_BYTES="6000")
+    finished = run_job(__file__, JOBS, tmp_path_factory.mktemp("job"), 2, BYTEPS_MIN_COMPRESS_BYTES="6000")
     assert finished.status == 0, finished.output[-5000:]
     return finished
 
@@ -206,6 +291,34 @@ def test_weight_decay_has_no_momentum_but_with_onebit(job: Finished) -> None:
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+def test_a_second_optimizer_has_nothing_of_the_first(job: Finished) -> None:
+    for (first, second, then_plain, plain), (run, again, without) in each(job, "job_second_optimizer"):
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(then_plain, plain, strict=True)) and not torch.equal(first[0], plain[0])
+        assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(run, again, without, strict=True))
+
+
+def test_steps_that_do_without_a_parameter_leave_what_is_kept_of_it(job: Finished) -> None:
+    for some, every in each(job, "job_unused"):
+        assert all(torch.equal(a, b) for a, b in zip(some, every, strict=True))
+
+
+def test_weight_decay_of_groups_without_momentum(job: Finished) -> None:
+    plain, kept, m = 1.0, 1.0, 0.0
+    for _ in range(5):
+        plain -= 0.1 * 0.1 * plain
+        m = 0.5 * m + 0.1 * kept
+        kept -= 0.1 * (0.1 * kept + 0.5 * m)
+    for found in each(job, "job_decay_without_momentum"):
+        assert found["uncompressed"] == found["no momentum"] == pytest.approx([plain, plain], rel=1e-5)
+        assert found["momentum"] == pytest.approx([kept, kept], rel=1e-5)
+
+
+def test_a_learning_rate_of_0_corrects_nothing(job: Finished) -> None:
+    one, two = each(job, "job_rate_0")
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(one, two, strict=True))
+
+
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     finished = run_job(__file__, ["job_refusals"], tmp_path_factory.mktemp("job"), 2, BYTEPS_MIN_COMPRESS_BYTES="1000")
@@ -215,6 +328,8 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("case, texts", {
     "no momentum": ("'a.0.weight'", "without mu", "between 0 and 1"),
+    "rmsprop": ("RMSprop's momentum", "group 0: 0.9"), "fused": ("group 0 with fused=True",), "mu 0": ("mu=0.0", "between 0 and 1"),
+    "neither": ("'2.weight': 3", "mappings and None"),
     "dampening": ("group 0 has dampening=0.5",),
     "some": ("group 0", "not for '0.bias', '2.weight', '2.bias'"),
     "k": ("k=2049", "320 elements", "Gradient.k.2.weight"),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bpsx.compressing import Compressing
-from bpsx.compression import NONE, Compression, check_fits, compression, effective, make, mix, parse, stream
+from bpsx.compression import NONE, Compression, Momentum, check_fits, compression, effective, make, mix, parse, stream
 from bpsx.config import Config
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import ConfigError
@@ -109,7 +109,7 @@ def test_a_partition_with_more_elements_than_indices_is_refused(name: str) -> No
         check_fits(chosen, "float32", 2**40, "'w'", 2**34)
     with pytest.raises(ConfigError, match="a partition of 4294967296 elements"):
         make(chosen, "float16", 2**33, 0, None)
-    used = Compressing(config := Config({"BYTEPS_PARTITION_BYTES": str(2**34 - 1)}), Neighbourhood(config))
+    used = Compressing(config := Config({"BYTEPS_PARTITION_BYTES": str(2**34 - 1)}), Neighbourhood(config), lambda _: None)
     with pytest.raises(ConfigError, match="'w': .*BYTEPS_PARTITION_BYTES=17179869184"):
         used.check("w", BY_NAME["float32"].code, 2**35, chosen)
     check_fits(compression({"compressor": "onebit"}), "float32", 2**40, "'w'", 2**40)
@@ -168,3 +168,20 @@ def test_residuals_of_what_shrinks_stay_small_and_others_may_grow(options: dict[
 
 def test_the_others_shrink() -> None:
     assert all(codec(name).shrinks({}) for name in ("onebit", "topk", "randomk"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_momentum_that_no_encoder_adds_forgets_an_overflow(dtype: str) -> None:
+    momentum, g = Momentum(dtype, 40), np.ones(40, dtype)
+    assert (momentum.add(g.ctypes.data, 0.5).view(dtype) == 1.5).all() and (momentum.kept == 1).all()
+    for value in (np.inf, -np.inf, np.nan):
+        bad = g.copy()
+        bad[7] = value
+        assert not np.isfinite(momentum.add(bad.ctypes.data, 0.5).view(dtype)[7])
+        assert (momentum.kept == 0).all()
+        assert (momentum.add(g.ctypes.data, 0.5).view(dtype) == 1.5).all()
+
+
+def test_options_of_value_0_travel() -> None:
+    assert '"seed"' not in compression({"compressor": "onebit"}).text()
+    assert '"level": 0' in Compression("mine", (("level", 0),)).text() and '"flag"' not in Compression("mine", (("flag", False),)).text()

@@ -73,6 +73,7 @@ class FakeSession:
     failures: dict[str, Exception] = field(default_factory=dict)
     pushes: list[Push] = field(default_factory=list)
     declared: list[str] = field(default_factory=list)
+    compressions: dict[str, object] = field(default_factory=dict)
     broadcasts: dict[str, bytes] = field(default_factory=dict)
 
     @property
@@ -83,9 +84,11 @@ class FakeSession:
     def names(self) -> list[str]:
         return [p.name for p in self.pushes]
 
-    def declare(self, name: str, compression: object = None) -> int:
+    def declare(self, name: str, compression: object = None, anew: bool = False) -> int:
         if name not in self.declared:
             self.declared.append(name)
+        if compression is not None:
+            self.compressions[name] = compression
         return self.declared.index(name)
 
     def push_pull(self, name: str, source: TensorView, target: TensorView, *, average: bool, priority: int = 0, will_wait: bool = False,

@@ -13,6 +13,8 @@ from bpsx.errors import ConfigError
 #: The entry's key.
 KEY = "bpsx"
 _VERSION = 1
+#: An entry of a run in which nothing had been compressed yet.
+NOTHING: dict[str, Any] = {"version": _VERSION, "compression": {}}
 
 
 def save(wires: Mapping[str, str]) -> dict[str, Any]:
@@ -24,11 +26,14 @@ def save(wires: Mapping[str, str]) -> dict[str, Any]:
 
 
 def load(entry: Any, wires: Mapping[str, str]) -> None:
-    """Put back what :func:`save` has made. Raises :class:`ConfigError` for what is no such entry, and as
+    """Put back what :func:`save` has made; what is not in it begins anew. Raises :class:`ConfigError` for what is no such entry, and as
     :meth:`bpsx.compressing.Compressing.restore`."""
     if not isinstance(entry, Mapping) or entry.get("version") != _VERSION or not isinstance(entry.get("compression"), Mapping):
         raise ConfigError(f"load_state_dict: {KEY!r} holds no state of compression that this version of bpsx knows")
-    _adapter.session().compressing.restore({wires[name]: _arrays(state) for name, state in entry["compression"].items() if name in wires})
+    given = entry["compression"]
+    compressing = _adapter.session().compressing
+    compressing.restore({wires[name]: _arrays(state) for name, state in given.items() if name in wires})
+    compressing.forget([wire for name, wire in wires.items() if name not in given])
 
 
 def _arrays(state: Any) -> Any:

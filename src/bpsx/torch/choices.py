@@ -24,10 +24,13 @@ def choose(given: Params, names: Iterable[str], verb: str, momenta: Mapping[str,
         said = {name: given(name) for name in known}
     elif not isinstance(given, Mapping):
         raise ConfigError(f"{verb}: compression_params is a {type(given).__name__}; a mapping is needed, or a function of a parameter's name")
-    elif given and all(isinstance(value, Mapping) for value in given.values()):
+    elif any(isinstance(value, Mapping) for value in given.values()):
         strange = [str(name) for name in given if name not in known]
         if strange:
             raise ConfigError(f"{verb}: compression_params names parameters that the optimizer has not: {', '.join(strange[:10])}")
+        wrong = {name: value for name, value in given.items() if value is not None and not isinstance(value, Mapping)}
+        if wrong:
+            raise ConfigError(f"{verb}: compression_params has mappings by parameter's name, and {wrong!r}: allowed are mappings and None")
         said = dict(given)
     else:
         said = dict.fromkeys(known, given)
@@ -35,9 +38,13 @@ def choose(given: Params, names: Iterable[str], verb: str, momenta: Mapping[str,
     return {name: chosen for name, chosen in found.items() if chosen != _adapter.NOT_COMPRESSED}
 
 
+def _missing(value: Any) -> bool:
+    return value is None or value is False or isinstance(value, str) and value == ""
+
+
 def _compression(name: str, params: Any, verb: str, momenta: Mapping[str, float]) -> _adapter.Compression:
     what = f"{verb}: compression_params of {name!r}"
-    if isinstance(params, Mapping) and params.get("momentum") and params.get("mu") in (None, "", False):
+    if isinstance(params, Mapping) and params.get("momentum") and _missing(params.get("mu")):
         if name not in momenta:
             raise ConfigError(f"{what}: momentum={params['momentum']!r} without mu: the optimizer has no momentum for this parameter that could be "
                               "taken over; allowed are numbers between 0 and 1")

@@ -65,6 +65,7 @@ class Round:
         self.failures: list[Exception | None] = [*failures]
         self.users: Users | None = None     # begun, not heeded
         self.frozen: set[int] = set()       # by id of Managed: what this worker does not push
+        self.begun = False                  # all that is sure to be pushed has been
         self.pushed = False                 # everything else has been
 
 
@@ -119,7 +120,7 @@ class Exchange:
             what = f"parameter {name!r}"
             check_tensor(parameter, what)
             summable(parameter, what)
-        _adapter.session().declare(PREFIX + name, self.choices.get(name))
+        _adapter.session().declare(PREFIX + name, self.choices.get(name), anew=True)
 
     @property
     def under_way(self) -> bool:
@@ -236,13 +237,20 @@ class Exchange:
         """Push what hooks have not pushed, and begin to sum who has which gradients."""
         if now.pushed:
             return
-        try:
-            self._count(now, lambda m: m.pushed is not None or m.parameter.grad is not None, self._managed[0].name)
-        except Exception as e:
-            now.failures.append(e)
-        now.failures += [self._try(self._push, m) for m in self._managed if m.parameter.requires_grad and m.wanted and m.pushed is None]
-        self.restart_count()
-        self._begun = False
+        missing = [m for m in self._managed if m.parameter.requires_grad and m.wanted and m.pushed is None]
+        unsure = [m for m in missing if m.parameter.grad is None and m.name in self.choices]
+        if not now.begun:
+            try:
+                self._count(now, lambda m: m.pushed is not None or m.parameter.grad is not None, self._managed[0].name)
+            except Exception as e:
+                now.failures.append(e)
+            now.failures += [self._try(self._push, m) for m in missing if m not in unsure]
+            self.restart_count()
+            self._begun = False
+            now.begun = True
+        if unsure:      # zeros would bring out what compression has kept, and if nobody has a gradient that would be thrown away
+            self._heed(now)
+            now.failures += [self._try(self._push, m) for m in unsure if m.wanted and m.pushed is None]
         now.pushed = True
 
     def _count(self, now: Round, used: Callable[[Managed], bool], name: str) -> None:
@@ -305,6 +313,8 @@ class Exchange:
             self._session = session
             for managed in self._managed:
                 managed.kind = Kind.DENSE if self._as_dense else None
+                if managed.name in self.choices:
+                    session.declare(managed.wire, self.choices[managed.name])
 
     def _agree(self) -> list[Exception]:
         """Find out whether gradients travel sparse, where that is not known yet. Returns what has gone wrong; all workers push all the same."""
@@ -379,7 +389,7 @@ class Exchange:
         plain = gradient.detach()       # ours: `grad.data` may be set to other memory meanwhile
         wire, ctx = self._compression.compress(plain if own else plain.clone())
         chosen = self.choices.get(managed.name)
-        rate = self._rate(parameter) if self._rate is not None and chosen is not None and chosen.ef == "corrected" else 0.0
+        rate = self._rate(parameter) if self._rate is not None and chosen is not None and chosen.ef == "corrected" else -1.0
         handle = submit(wire, wire, managed.wire, average=self._average, priority=managed.priority, rate=rate)
         managed.pushed = Pushed(gradient, handle, ctx, own)
 

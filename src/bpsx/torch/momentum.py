@@ -12,8 +12,6 @@ from bpsx import _adapter
 from bpsx.errors import ConfigError
 
 Groups = list[dict[str, Any]]
-#: Optimizers that add weight decay to the gradient, before momentum.
-_COUPLED = (torch.optim.SGD, torch.optim.RMSprop)
 _WHAT = "DistributedOptimizer: compression_params: momentum='nesterov'"
 
 
@@ -58,14 +56,25 @@ class TakenOver:
             with_momentum = [name for name, c in chosen.items() if c is not None and c.momentum]
             if not with_momentum:
                 continue
-            self._check(i, group, [name for name in chosen if name not in with_momentum])
+            self._check(i, group, [name for name in chosen if name not in with_momentum], optimizer)
             self._momenta[i] = float(group.get("momentum") or 0.0)
-            if isinstance(optimizer, _COUPLED) and any(c is not None and c.compressor == "onebit" for c in chosen.values()):
-                self._decayed[i] = [Decayed(p, c.mu if c.compressor == "onebit" else None)
-                                    for c, p in zip(chosen.values(), group["params"], strict=True) if c is not None]
+            own = [c.mu if c is not None and c.momentum and c.compressor == "onebit" else None for c in chosen.values()]
+            if isinstance(optimizer, torch.optim.SGD) and any(mu is not None for mu in own):
+                self._decayed[i] = [Decayed(p, mu) for mu, p in zip(own, group["params"], strict=True)]
+                self._check_fused(i, group)
 
     @staticmethod
-    def _check(i: int, group: dict[str, Any], without: list[str]) -> None:
+    def _check_fused(i: int, group: dict[str, Any]) -> None:
+        """A fused step divides gradients by the loss's scale itself, and what weight decay adds before it would be divided too."""
+        if dict.get(group, "fused") and dict.get(group, "weight_decay"):
+            raise ConfigError(f"{_WHAT} with onebit adds weight decay to gradients before the step, which group {i} with fused=True would scale: "
+                              "leave fused out")
+
+    @staticmethod
+    def _check(i: int, group: dict[str, Any], without: list[str], optimizer: torch.optim.Optimizer) -> None:
+        if group.get("momentum") and not isinstance(optimizer, torch.optim.SGD):
+            raise ConfigError(f"{_WHAT} cannot take the place of {type(optimizer).__name__}'s momentum (group {i}: {group['momentum']}), which is "
+                              "not that of gradients; with torch.optim.SGD's it can. Leave momentum out here or there")
         if group.get("momentum") and without:
             raise ConfigError(f"{_WHAT} takes the place of the momentum of group {i} for some of its parameters, and not for "
                               f"{', '.join(map(repr, without[:5]))}: give all of a group momentum, or none")
@@ -93,6 +102,7 @@ class TakenOver:
                     self._set(changed, groups[i], "momentum", 0.0)
                 decay = dict.get(groups[i], "weight_decay")
                 if decay and i in self._decayed:
+                    self._check_fused(i, groups[i])
                     with torch.no_grad():
                         for decayed in self._decayed[i]:
                             of = decayed.parameter

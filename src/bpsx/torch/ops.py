@@ -141,7 +141,7 @@ def view_of(tensor: torch.Tensor, dtype: str) -> TensorView:
 
 
 def submit(
-    source: torch.Tensor, output: torch.Tensor, name: str | None, *, average: bool, priority: int = 0, will_wait: bool = False, rate: float = 0.0,
+    source: torch.Tensor, output: torch.Tensor, name: str | None, *, average: bool, priority: int = 0, will_wait: bool = False, rate: float = -1.0,
 ) -> Handle:
     """Begin to sum ``source`` over all workers into ``output``, which may be the same tensor. Both are checked dense CPU tensors.
 
@@ -163,7 +163,7 @@ def submit(
     view = view_of(stage_in, dtype)
     handle: Handle = _adapter.session().push_pull(
         name or unnamed("push_pull", source), view, view if stage_out is stage_in else view_of(stage_out, dtype), average=average, priority=priority,
-        will_wait=will_wait, result=output, **({"rate": rate} if rate else {}))
+        will_wait=will_wait, result=output, **({"rate": rate} if rate >= 0 else {}))
     return StagedHandle(handle, stage_out, output) if staged else handle
 
 

@@ -236,6 +236,8 @@ class _DistributedOptimizer(_Base):
         """As the base class; the new parameters are called ``push_pull.noname.<group>.<index>`` and are the least urgent."""
         super().add_param_group(param_group)
         group = len(self.param_groups) - 1
+        if self._exchange.choices:
+            warnings.warn("the gradients of a group that is added to an optimizer with compression_params are not compressed", stacklevel=2)
         self._exchange.add([(_default_name(group, i), p) for i, p in enumerate(self.param_groups[group]["params"])])
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,8 +254,8 @@ class _DistributedOptimizer(_Base):
         same bits as without an interruption each worker saves and loads a state of its own. Load it on all workers before the next step."""
         super().load_state_dict({k: v for k, v in state_dict.items() if k != checkpoint.KEY})
         wires = self._wires()
-        if checkpoint.KEY in state_dict and wires:
-            checkpoint.load(state_dict[checkpoint.KEY], wires)
+        if wires:
+            checkpoint.load(state_dict.get(checkpoint.KEY, checkpoint.NOTHING), wires)
 
     def _wires(self) -> dict[str, str]:
         """What compressed gradients are called on the wire, by parameter's name; none of them is under way."""
@@ -272,13 +274,15 @@ class _DistributedOptimizer(_Base):
 
 def _rates(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], float]:
     """The learning rate of a parameter as it is now. Does not keep the optimizer alive."""
-    ref = weakref.ref(optimizer)
+    ref, places = weakref.ref(optimizer), dict[int, int]()
 
     def rate(parameter: torch.Tensor) -> float:
         alive = ref()
         assert alive is not None
         groups: list[dict[str, Any]] = vars(alive)["param_groups"]
-        return next(float(dict.__getitem__(g, "lr")) for g in groups if any(p is parameter for p in dict.__getitem__(g, "params")))
+        if id(parameter) not in places:     # groups are added, and not taken away
+            places.update({id(p): i for i, group in enumerate(groups) for p in dict.__getitem__(group, "params")})
+        return float(dict.__getitem__(groups[places[id(parameter)]], "lr"))
 
     return rate
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numba
+import numpy as np
 from numba import types
 
 from bpsx.kernels.cpu.halves import narrow, wide_type, widen
@@ -12,11 +13,17 @@ from bpsx.kernels.cpu.sum import ELEMENTS, caching
 
 
 def _nesterov(out: Any, g: Any, m: Any, n: int, mu: float) -> None:
+    fine = True
     for i in range(n):
         value = widen(g[i])
         factor = type(value)(mu)
         m[i] = factor * m[i] + value
-        out[i] = narrow(value + factor * m[i], out[i])
+        value += factor * m[i]
+        out[i] = narrow(value, out[i])
+        fine &= abs(value) < np.inf
+    if not fine:                # an overflow passes, and is forgotten
+        for i in range(n):
+            m[i] = 0
 
 
 def load(dtype: str) -> tuple[int, object]:
