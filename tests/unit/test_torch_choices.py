@@ -1,0 +1,29 @@
+"""compression_params in another job than the one in which the optimizer was made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch_fake import FakeSession, backward, network
+
+import bpsx.torch as bps
+from bpsx import _adapter
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["another job", "from no job to one"])
+def test_choices_follow_into_another_job(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
+    jobs = [FakeSession(distributed=not alone, size=1 if alone else 2), FakeSession()]
+    now = jobs[:1]
+    monkeypatch.setattr(_adapter, "session", lambda: now[0])
+    model = network()
+    params = {"0.weight": {"compressor": "topk", "k": 2}}
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression_params=params)
+    backward(model)
+    optimizer.step()
+    now[0] = jobs[1]
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+        assert list(jobs[1].compressions) == ["Gradient.0.weight"]
+    assert (list(jobs[0].compressions) == ["Gradient.0.weight"]) != alone
