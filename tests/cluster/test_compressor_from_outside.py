@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from bpsx.kernels import codecs
 from bpsx.kernels.reference import Reference
 from jobs import Job, run
 from source.places import ROOT
+from unit.codec_tools import gradient
+from unit.cuda_tools import DEVICES, Pair, Worker, workers
 
 N, STEPS, PARTITION = 40_001, 4, 65536
 RATES = [0.5, 0.25, 0.375, 1.0]
@@ -182,3 +187,25 @@ def test_the_launcher_passes_it_on(outside: dict[str, str], tmp_path: Path) -> N
     done = subprocess.run([sys.executable, "-m", "bpsx.launch", "--local", "--workers", "2", "--servers", "1", sys.executable, str(script)],
                           env={**env, **outside, "BPSX_COMPRESSORS": "means"}, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0 and done.stdout.count("3.0") == 2, done
+
+
+@pytest.fixture(params=DEVICES)
+def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
+    yield from workers(request.param)
+
+
+def test_its_kernels_for_gpus_do_what_those_for_cpus_do(worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("means", blocks()[0]), ("means_cuda", blocks()[2])):
+        (tmp_path / f"{name}.py").write_text(text)
+        worker.call(None, "import", str(tmp_path), name)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(codecs, "_codecs", dict(codecs._codecs))
+    monkeypatch.delitem(sys.modules, "means", raising=False)
+    importlib.import_module("means")
+    for n, wide, residual, momentum in ((1, "float32", False, False), (300, "float32", True, False), (301, "float64", True, True)):
+        pair = Pair(worker, "means", {"size": 4}, n, wide, residual, momentum)
+        for turn, kind in enumerate(["normal", "wild", "infinity", "normal"]):
+            g = gradient(kind, n, wide, turn)
+            pair.decode(pair.encode(g, factor=0.5), add_to=g if turn % 2 else None)
+        pair.decode(bytes(8 * n + 1))
+        pair.close()

@@ -6,6 +6,7 @@ its own. It answers pickled calls on its standard streams, ``(number of the code
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import sys
 import threading
@@ -144,9 +145,13 @@ def main() -> None:
         except EOFError:
             return
         try:
-            if number is None:
+            if method == "import":
+                sys.path.insert(0, arguments[0])
+                importlib.import_module(arguments[1])
+                answer: object = None
+            elif number is None:
                 coders.append(Coder(*arguments))
-                answer: object = len(coders) - 1
+                answer = len(coders) - 1
             elif method == "close":
                 answer, coders[number] = None, None     # type: ignore[call-overload]
             else:
