@@ -165,3 +165,14 @@ def corrupt(wire: bytes, seed: int) -> bytes:
         elif what == 5:
             changed = bytearray(rng.bytes(len(changed)))
     return bytes(changed)
+
+
+def check_nothing_is_lost(name: str, options: dict, n: int, wide: str, seed: int) -> None:
+    """All that was sent and what is left make the sum of all gradients."""
+    coder = Coder(name, options, n, wide, residual=True)
+    sent, given = np.zeros(n), np.zeros(n)
+    for i in range(5):
+        g = gradient("normal", n, wide, 100 * seed + i)
+        given += g
+        sent += coder.decode(coder.encode(g))
+    assert np.allclose(sent + coder.residual, given, rtol=0, atol=1e-5 if wide == "float32" else 1e-13)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bpsx.errors import ConfigError
 from bpsx.kernels.codecs import amount_numbers, amount_of, codec
 from bpsx.kernels.reference import Reference, amount, topk_decode, topk_encode
-from unit.codec_tools import Coder, corrupt, gradient, kinds, same, sizes, wides
+from unit.codec_tools import Coder, check_nothing_is_lost, corrupt, gradient, kinds, same, sizes, wides
 
 ks = st.one_of(st.sampled_from([1, 2, 7, 100, 10**6, 0.001, 0.01, 0.1, 0.5, 0.97, 1 - 2**-53]), st.floats(0, 1, exclude_min=True, exclude_max=True))
 
@@ -81,14 +81,7 @@ def test_magnitudes_that_are_next_to_each_other(k, n, wide):
 @settings(max_examples=30, deadline=None)
 @given(n=sizes, k=ks, wide=wides, seed=st.integers(0, 99))
 def test_nothing_is_lost(n, k, wide, seed):
-    """All that was sent and what is left make the sum of all gradients."""
-    coder = Coder("topk", {"k": k}, n, wide, residual=True)
-    sent, given_ = np.zeros(n), np.zeros(n)
-    for i in range(5):
-        g = gradient("normal", n, wide, 100 * seed + i)
-        given_ += g
-        sent += coder.decode(coder.encode(g))
-    assert np.allclose(sent + coder.residual, given_, rtol=0, atol=1e-5 if wide == "float32" else 1e-13)
+    check_nothing_is_lost("topk", {"k": k}, n, wide, seed)
 
 
 @settings(max_examples=200, deadline=None)

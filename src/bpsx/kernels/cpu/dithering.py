@@ -17,9 +17,9 @@ import numpy as np
 
 from bpsx.errors import ConfigError
 from bpsx.kernels.codecs import Codec, Decoder, Encoder, checked_choice, checked_number, register
-from bpsx.kernels.cpu.feedback import BLOCK, add_up, forget
+from bpsx.kernels.cpu.feedback import BLOCK, add_up, forget, sign_words
 from bpsx.kernels.cpu.levels import CHUNK, MASKS, bits_bound, pack, unpack
-from bpsx.kernels.cpu.rounding import from_magnitude, key_of, largest, magnitude, sign_words, spread, squares, take_off, to_levels
+from bpsx.kernels.cpu.rounding import from_magnitude, key_of, largest, magnitude, spread, squares, take_off, to_levels
 from bpsx.kernels.cpu.words import at, cast, like
 
 _HEAD = 8

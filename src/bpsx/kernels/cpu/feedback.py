@@ -1,10 +1,13 @@
-"""What all encoders do before they look at elements: momentum and residual."""
+"""What encoders share: momentum and residual, which come before they look at elements; signs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numba
+import numpy as np
+
+from bpsx.kernels.cpu.words import cast, signed, signs
 
 #: Elements that are worked on while they are in the nearest cache.
 BLOCK = 1024
@@ -28,3 +31,16 @@ def forget(p: Any, n: int) -> None:
     """After an overflow."""
     for i in range(n):
         p[i] = 0
+
+
+@numba.njit
+def sign_words(words: Any, place: int, p: Any, first: int, size: int) -> None:
+    """words[place:], 32 bits each = the signs of p[first:first + size]."""
+    for j in range(size // 32):
+        words[place + j] = signs(p, first + 32 * j)
+    if size % 32:
+        word = np.uint32(0)
+        for i in range(size // 32 * 32, size):
+            if signed(cast(1.0, p), p[first + i]) < 0:
+                word |= np.uint32(1) << np.uint32(i % 32)
+        words[place + size // 32] = word

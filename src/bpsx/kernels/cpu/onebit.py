@@ -15,8 +15,8 @@ import numba
 import numpy as np
 
 from bpsx.kernels.codecs import Codec, Decoder, Encoder, checked_flag, register
-from bpsx.kernels.cpu.feedback import BLOCK, add_up, forget
-from bpsx.kernels.cpu.words import at, cast, flipped, like, signed, signs
+from bpsx.kernels.cpu.feedback import BLOCK, add_up, forget, sign_words
+from bpsx.kernels.cpu.words import at, cast, flipped, like, signed
 
 _HEAD = 8
 
@@ -39,18 +39,6 @@ def _sum(p: Any, begin: int, n: int) -> Any:
         for i in range(begin, begin + n):
             total += np.float64(abs(p[i]))
     return total
-
-
-@numba.njit
-def _pack(p: Any, begin: int, words: Any, first: int, n: int) -> None:
-    for j in range(n // 32):
-        words[first + j] = signs(p, begin + 32 * j)
-    if n % 32:
-        word = np.uint32(0)
-        for i in range(n // 32 * 32, n):
-            if signed(cast(1.0, p), p[begin + i]) < 0:
-                word |= np.uint32(1) << np.uint32(i % 32)
-        words[first + n // 32] = word
 
 
 class OneBit(Codec):
@@ -94,7 +82,7 @@ class OneBit(Codec):
                         e[begin + i] = p[first + i] + f * (left - signed(before, left))
                     p, first = e, begin
                 total += _sum(p, first, size)
-                _pack(p, first, words, begin // 32, size)
+                sign_words(words, begin // 32, p, first, size)
             magnitude = total / n if options[0] else 1.0
             if not np.isfinite(total):
                 magnitude = np.nan

@@ -22,7 +22,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from bpsx.kernels.cpu.words import _load, _splat, cast, signed, signs
+from bpsx.kernels.cpu.words import _load, _splat, cast, signed
 
 _I8, _I32 = ir.IntType(8), ir.IntType(32)
 _FRACTION = 23
@@ -181,19 +181,6 @@ def to_levels(levels: Any, place: int, p: Any, first: int, size: int, begin: int
         for i in range(size):
             z = np.float32(abs(p[first + i]) * a * b)
             levels[place + i] = _linear_level(z if z < top else top, noise(begin + i, key))
-
-
-@numba.njit
-def sign_words(words: Any, place: int, p: Any, first: int, size: int) -> None:
-    """words[place:], 32 bits each = the signs of p[first:first + size]."""
-    for j in range(size // 32):
-        words[place + j] = signs(p, first + 32 * j)
-    if size % 32:
-        word = np.uint32(0)
-        for i in range(size // 32 * 32, size):
-            if signed(cast(1.0, p), p[first + i]) < 0:
-                word |= np.uint32(1) << np.uint32(i % 32)
-        words[place + size // 32] = word
 
 
 @numba.njit
