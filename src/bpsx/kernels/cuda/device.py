@@ -28,7 +28,8 @@ atomic_add, atomic_or, atomic_max = _made_of.atomic_add, _made_of.atomic_or, _ma
 shared_add, shared_or, shared_max = _made_of.shared_add, _made_of.shared_or, _made_of.shared_max
 thread, block, blocks, sync, fence = _made_of.thread, _made_of.block, _made_of.blocks, _made_of.sync, _made_of.fence
 ones, lowest, leading, ballot = _made_of.ones, _made_of.lowest, _made_of.leading, _made_of.ballot
-total, scan, scan_warp, sync_warp, collect_bits = _made_of.total, _made_of.scan, _made_of.scan_warp, _made_of.sync_warp, _made_of.collect_bits
+total, largest, scan, scan_warp = _made_of.total, _made_of.largest, _made_of.scan, _made_of.scan_warp
+sync_warp, transposed = _made_of.sync_warp, _made_of.transposed
 
 
 def element(wide: str) -> Any:

@@ -242,11 +242,18 @@ def ballot(flag: Any) -> Any:
 
 
 @device
-def collect_bits(value: Any, j: int, words: Any) -> None:
-    """words[b], of the warp's j-th thread alone, = bit b of the values (uint32) of the warp's threads, the first thread's lowest."""
-    for b in range(len(words)):
-        word = np.uint32(cuda.ballot_sync(_ALL, (value >> np.uint32(b)) & np.uint32(1)))
-        words[b] = word if (cuda.threadIdx.x & 31) == j else words[b]
+def transposed(word: Any) -> Any:
+    """Bit i of what the warp's j-th thread gives, a uint32, is bit j of what its i-th thread gets: each time four squares of bits, and two change places."""
+    lane, step, low = cuda.threadIdx.x & 31, 16, np.uint32(0xFFFF)
+    while step > 0:
+        other = np.uint32(cuda.shfl_xor_sync(_ALL, np.int32(word), step))
+        if lane & step:
+            word = np.uint32(np.uint32(word & np.uint32(~low)) | np.uint32(np.uint32(other >> np.uint32(step)) & low))
+        else:
+            word = np.uint32(np.uint32(word & low) | np.uint32(np.uint32(other << np.uint32(step)) & np.uint32(~low)))
+        step >>= 1
+        low = np.uint32(low ^ np.uint32(low << np.uint32(step)))
+    return word
 
 
 @device
@@ -287,6 +294,23 @@ def total(value: Any, room: Any) -> Any:
     found = 0.0
     for warp in range(WARPS):
         found += room[warp]
+    return found
+
+
+@device
+def largest(value: Any, room: Any) -> Any:
+    """The largest of all threads' uint64, less than 1 << 63 each. ``room``: WARPS uint64 of the block's memory."""
+    top, step = np.int64(value), 16
+    while step > 0:
+        top = max(top, cuda.shfl_down_sync(_ALL, top, step))
+        step >>= 1
+    cuda.syncthreads()
+    if cuda.threadIdx.x % 32 == 0:
+        room[cuda.threadIdx.x // 32] = np.uint64(top)
+    cuda.syncthreads()
+    found = np.uint64(0)
+    for warp in range(WARPS):
+        found = max(found, room[warp])
     return found
 
 
