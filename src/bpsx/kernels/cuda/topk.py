@@ -1,11 +1,11 @@
 """topk on a GPU: see ``cpu/topk.py``, whose wire and residual these are.
 
-Four kernels. A sample says how large an element must be, roughly, to be among the k: the floor. A pass over memory collects those that are, in
-order within a chunk of elements, and counts them in bins by magnitude; so the bin of the k-th largest is known. Of what was collected, few, the third
-kernel counts what each group of chunks, a block's, sends for certain and makes a list of what is in that bin, from which the k-th largest is selected,
-digit by digit. The last kernel sends. What needs to know of all blocks is done by the one that is done last: as little as can be, for all wait for it.
+Five kernels. A sample says how large an element must be, roughly, to be among the k: the floor. A pass over memory collects those that are, in
+order within a chunk of elements, and counts them in bins by magnitude; one block chooses the bin of the k-th largest. Of what was collected, few, the
+fourth kernel counts what each group of chunks, a block's, sends for certain and makes a list of what is in that bin, from which the block that is
+done last selects the k-th largest, digit by digit. The last kernel sends. What a single block does is kept short, for all wait for it.
 
-If the sample was unlucky and too few were collected, that last block collects again, with no floor.
+If the sample was unlucky and too few were collected, the block that chooses collects again, with no floor.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ _TICKETS, _CHUNKS = _KNOWN + 64, _KNOWN + 128
 #: The floor and, as a power of two, its bins' width; the bin's lowest magnitude, what is above all its others, and the bits in which these differ;
 #: the k-th largest magnitude and how many that are equal to it are sent.
 _FLOOR, _SHIFT, _LOW, _END, _BITS, _LEAST, _EQUAL = range(7)
-#: A ticket of each kernel; how long the list is; whether there are infinities or NaN.
-_COLLECTED, _REFINED, _LISTED, _OVERFLOW = range(4)
+#: The fourth kernel's ticket; how long the list is; whether there are infinities or NaN.
+_REFINED, _LISTED, _OVERFLOW = range(3)
 
 
 def _places(n: int) -> tuple[int, int, int, int]:
@@ -156,7 +156,7 @@ def _sampler(wide: str, residual: bool, momentum: bool) -> Kernel:
             for i in range(_BINS // THREADS):
                 bins[(block() - 1) * _BINS + i * THREADS + t] = 0
             return
-        if t < 4:
+        if t < 3:
             at(scratch, _TICKETS, np.int32)[t] = 0
         if rank == 0:
             if t == 0:
@@ -309,34 +309,43 @@ def _add_sets(bins: Any, counts: Any) -> None:
 
 @functools.cache
 def _collector(wide: str, residual: bool, momentum: bool) -> Kernel:
-    real, whole, collect = element(wide), 8 * element(wide)().itemsize - 1, _chunk_collector(wide, residual, momentum)
-    collect_rows = _row_collector(wide, residual, momentum)
+    real, collect = element(wide), _chunk_collector(wide, residual, momentum)
 
-    @kernel(addresses=6, integers=2, floats=2, registers=_REGISTERS if wide == "float32" else 64)
-    def collector(g_: Any, e_: Any, m_: Any, scratch: Any, values_: Any, indices_: Any, n: int, rank: int, factor: float, mu: float) -> None:
+    @kernel(addresses=6, integers=1, floats=2, registers=_REGISTERS)
+    def collector(g_: Any, e_: Any, m_: Any, scratch: Any, values_: Any, indices_: Any, n: int, factor: float, mu: float) -> None:
+        g, e, m, values, indices = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(values_, 0, real), at(indices_, 0, np.uint32)
+        known, counters, f, u = at(scratch, _KNOWN, np.uint64), at(scratch, _CHUNKS, np.uint32), real(factor), real(mu)
+        for chunk in range(block() * WARPS + (thread() >> 5), (n + CHUNK - 1) // CHUNK, blocks() * WARPS):
+            count = collect(g, e, m, scratch, values, indices, chunk, n, known[_FLOOR], known[_SHIFT], f, u)
+            if thread() & 31 == 0:
+                counters[chunk] = np.uint32(count)
+
+    return collector
+
+
+@functools.cache
+def _chooser(wide: str, residual: bool, momentum: bool) -> Kernel:
+    """By one block, the bin of the k-th largest."""
+    real, whole, collect_rows = element(wide), 8 * element(wide)().itemsize - 1, _row_collector(wide, residual, momentum)
+
+    @kernel(addresses=6, integers=2, floats=2)
+    def choose(g_: Any, e_: Any, m_: Any, scratch: Any, values_: Any, indices_: Any, n: int, rank: int, factor: float, mu: float) -> None:
         g, e, m, values, indices = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(values_, 0, real), at(indices_, 0, np.uint32)
         bins, known, counters = at(scratch, 0, np.uint32), at(scratch, _KNOWN, np.uint64), at(scratch, _CHUNKS, np.uint32)
         counts = cuda.shared.array(_BINS, np.uint32)
         room = cuda.shared.array(WARPS, np.int32)
         found = cuda.shared.array(2, np.int64)
-        t, f, u, floor, shift = thread(), real(factor), real(mu), known[_FLOOR], known[_SHIFT]
-        chunks = (n + CHUNK - 1) // CHUNK
-        for chunk in range(block() * WARPS + (t >> 5), chunks, blocks() * WARPS):
-            count = collect(g, e, m, scratch, values, indices, chunk, n, floor, shift, f, u)
-            if t & 31 == 0:
-                counters[chunk] = np.uint32(count)
-        if not last(at(scratch, _TICKETS, np.int32), _COLLECTED, room):
-            return
+        t, floor, shift = thread(), known[_FLOOR], known[_SHIFT]
         _add_sets(bins, counts)
         if _bin_of_rank(counts, rank, room, found) < rank:
             floor, shift = np.uint64(0), np.uint64(whole - _DIGIT)
-            for i in range(t, _BINS * _SETS, THREADS):
-                bins[i] = 0
+            for i in range(_BINS * _SETS // THREADS):
+                bins[i * THREADS + t] = 0
             fence()
             sync()
-            for chunk in range(t >> 5, chunks, WARPS):
+            for chunk in range(t >> 5, (n + CHUNK - 1) // CHUNK, WARPS):
                 begin = chunk * CHUNK
-                count = collect_rows(g, e, m, scratch, values, indices, begin, begin, min(begin + CHUNK, n), floor, shift, f, u)
+                count = collect_rows(g, e, m, scratch, values, indices, begin, begin, min(begin + CHUNK, n), floor, shift, real(factor), real(mu))
                 if t & 31 == 0:
                     counters[chunk] = np.uint32(count)
             fence()
@@ -351,7 +360,7 @@ def _collector(wide: str, residual: bool, momentum: bool) -> Kernel:
             known[_LOW], known[_END], known[_BITS] = low, low + (np.uint64(1) << width), width
             known[_LEAST], known[_EQUAL] = low, np.uint64(found[1])
 
-    return collector
+    return choose
 
 
 @device
@@ -548,7 +557,8 @@ class TopK(DeviceCodec):
         chunks = -(-n // CHUNK)
         wide_grid = grid(-(-chunks // WARPS))
         _sampler(wide, residual, momentum).launch(1 + _SETS, stream, g, e, m, scratch, n, 0 if n < 4 * SAMPLE or rank > SAMPLE else rank, factor, mu)
-        _collector(wide, residual, momentum).launch(wide_grid, stream, g, e, m, scratch, values, indices, n, count, factor, mu)
+        _collector(wide, residual, momentum).launch(wide_grid, stream, g, e, m, scratch, values, indices, n, factor, mu)
+        _chooser(wide, residual, momentum).launch(1, stream, g, e, m, scratch, values, indices, n, count, factor, mu)
         _refiner(wide).launch(wide_grid, stream, scratch, values, listed, n, chunks)
         _sender(wide, residual, momentum).launch(wide_grid, stream, e, m, wire, scratch, values, indices, n, chunks, count)
 
