@@ -30,6 +30,7 @@ thread, block, blocks, sync, fence = _made_of.thread, _made_of.block, _made_of.b
 ones, lowest, leading, ballot = _made_of.ones, _made_of.lowest, _made_of.leading, _made_of.ballot
 total, largest, scan, scan_warp = _made_of.total, _made_of.largest, _made_of.scan, _made_of.scan_warp
 sync_warp, transposed = _made_of.sync_warp, _made_of.transposed
+scan_wide = _made_of.scan_wide
 
 
 def element(wide: str) -> Any:

@@ -346,3 +346,24 @@ def scan(value: Any, room: Any) -> Any:
         before += np.int64(room[w]) if w < warp else np.int64(0)
         all_ += np.int64(room[w])
     return before + np.int64(sum_) - np.int64(value), all_
+
+
+@device
+def scan_wide(value: Any, room: Any) -> Any:
+    """The same of uint64, less than 1 << 63 in all. ``room``: WARPS uint64."""
+    lane, warp = cuda.threadIdx.x % 32, cuda.threadIdx.x // 32
+    sum_, step = np.int64(value), 1
+    while step < 32:
+        other = cuda.shfl_up_sync(_ALL, sum_, step)
+        if lane >= step:
+            sum_ += other
+        step <<= 1
+    cuda.syncthreads()
+    if lane == 31:
+        room[warp] = np.uint64(sum_)
+    cuda.syncthreads()
+    before, all_ = np.uint64(0), np.uint64(0)
+    for w in range(WARPS):
+        before += room[w] if w < warp else np.uint64(0)
+        all_ += room[w]
+    return before + np.uint64(sum_) - np.uint64(value), all_

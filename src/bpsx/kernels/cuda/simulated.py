@@ -201,6 +201,12 @@ def scan(value: Any, room: Any) -> tuple[int, int]:
     return sum(found[:thread()]), sum(found)
 
 
+def scan_wide(value: Any, room: Any) -> tuple[Any, Any]:
+    """The same of uint64."""
+    found = [int(one) for one in _all(value)]
+    return np.uint64(sum(found[:thread()])), np.uint64(sum(found))
+
+
 def scan_warp(value: Any) -> tuple[int, int]:
     """The sum of the int32 of the warp's threads before this one, and that of all of them."""
     return scan(value, None)

@@ -1,9 +1,9 @@
 """topk on a GPU: see ``cpu/topk.py``, whose wire and residual these are.
 
-Five kernels. A sample says how large an element must be, roughly, to be among the k: the floor. A pass over memory collects those that are, in
-order within a chunk of elements, and counts them in bins by magnitude; one block chooses the bin of the k-th largest. Of what was collected, few, the
-fourth kernel counts what each group of chunks, a block's, sends for certain and makes a list of what is in that bin, from which the block that is
-done last selects the k-th largest, digit by digit. The last kernel sends. What a single block does is kept short, for all wait for it.
+Six kernels. A sample says how large an element must be, roughly, to be among the k: the floor. A pass over memory collects those that are, in order
+within a chunk of elements, and counts them in bins by magnitude; one block chooses the bin of the k-th largest. Of what was collected, few, the next
+kernel counts what each group of chunks, a block's, sends for certain and makes a list of what is in that bin; from that one block selects the k-th
+largest, digit by digit. The last kernel sends. What a single block does is kept short, for all wait for it.
 
 If the sample was unlucky and too few were collected, the block that chooses collects again, with no floor.
 """
@@ -38,7 +38,6 @@ from bpsx.kernels.cuda.device import (
     grid,
     kernel,
     largest,
-    last,
     lowest,
     magnitude,
     np,
@@ -59,25 +58,27 @@ from bpsx.kernels.cuda.feedback import EACH, TILE, add_up, clearer, fetch, keep,
 SAMPLE, RUN, CHUNK = (256 if SIMULATED else 4096), 4, (256 if SIMULATED else 2048)
 #: Rows of 32 elements that a warp looks at before it collects, a thread each.
 _ROWS = min(32, CHUNK // 32)
+#: Of these, how many are loaded before the first is looked at, if there is nothing to be added up.
+_PLAIN = min(16, _ROWS)
 #: With more that are large enough in a row, in the mean, it collects row by row.
 _DENSE = 8
 _DIGIT = 11                                 # bits
 _BINS = 1 << _DIGIT
 #: Blocks take turns at so many sets of bins: many at one would wait for each other.
 _SETS = 4
-#: Registers of the pass over memory: as few as leave room for all warps.
-_REGISTERS = 32
+#: Registers: of the pass over memory; of what has a block for each group of chunks, few for all these to run at once.
+_PASS, _REGISTERS = 64, 32
 #: The floor is known well enough when no more of the sample are as near to it. A thread puts so many of the list into the block's memory.
 _NEAR, _PART = 8, 4
 _LIST = _PART * THREADS
-#: Scratch: bins (uint32), what all know (uint64, see below), tickets (int32), counters of chunks and groups, what was collected, the list.
+#: Scratch: bins (uint32), what all know (uint64, see below), two counters (int32), counters of chunks and groups, what was collected, the list.
 _KNOWN = 4 * _BINS * _SETS
-_TICKETS, _CHUNKS = _KNOWN + 64, _KNOWN + 128
+_COUNTERS, _CHUNKS = _KNOWN + 64, _KNOWN + 128
 #: The floor and, as a power of two, its bins' width; the bin's lowest magnitude, what is above all its others, and the bits in which these differ;
 #: the k-th largest magnitude and how many that are equal to it are sent.
 _FLOOR, _SHIFT, _LOW, _END, _BITS, _LEAST, _EQUAL = range(7)
-#: The fourth kernel's ticket; how long the list is; whether there are infinities or NaN.
-_REFINED, _LISTED, _OVERFLOW = range(3)
+#: How long the list is; whether there are infinities or NaN.
+_LISTED, _OVERFLOW = range(2)
 
 
 def _places(n: int) -> tuple[int, int, int, int]:
@@ -156,8 +157,8 @@ def _sampler(wide: str, residual: bool, momentum: bool) -> Kernel:
             for i in range(_BINS // THREADS):
                 bins[(block() - 1) * _BINS + i * THREADS + t] = 0
             return
-        if t < 3:
-            at(scratch, _TICKETS, np.int32)[t] = 0
+        if t < 2:
+            at(scratch, _COUNTERS, np.int32)[t] = 0
         if rank == 0:
             if t == 0:
                 known[_FLOOR], known[_SHIFT] = np.uint64(0), np.uint64(whole - _DIGIT)
@@ -225,7 +226,7 @@ def _row_collector(wide: str, residual: bool, momentum: bool) -> Any:
         if same and lane == 0:
             atomic_add(bins, 0, np.uint32(same))
         if overflow:
-            atomic_or(at(scratch, _TICKETS, np.int32), _OVERFLOW, np.int32(1))
+            atomic_or(at(scratch, _COUNTERS, np.int32), _OVERFLOW, np.int32(1))
         return count
 
     return collect_rows
@@ -237,10 +238,28 @@ def _chunk_collector(wide: str, residual: bool, momentum: bool) -> Any:
     It finds first which elements are large enough, as bits of a word for each row, which is a thread's; that alone is done for all of them.
     """
     real, value, collect_rows = element(wide), _valuer(residual, momentum, False), _row_collector(wide, residual, momentum)
+    plain = not residual and not momentum
+
+    @device
+    def large_plain(g: Any, begin: int, n: int, bound: Any) -> Any:
+        """The thread's word: more loads on their way at once."""
+        lane, word, p = thread() & 31, np.uint32(0), cuda.local.array(_PLAIN, real)
+        for row in range(0, _ROWS, _PLAIN):
+            first = begin + 32 * row + lane
+            if first + 32 * (_PLAIN - 1) < n:
+                for j in range(_PLAIN):
+                    p[j] = g[first + 32 * j]
+            else:
+                for j in range(_PLAIN):
+                    p[j] = g[min(first + 32 * j, n - 1)]
+            for j in range(_PLAIN):
+                hits = ballot(not abs(p[j]) < bound)       # NaN, too
+                word = hits if lane == row + j else word
+        return word
 
     @device
     def large(g: Any, e: Any, m: Any, begin: int, n: int, bound: Any, f: Any, u: Any) -> Any:
-        """The thread's word. Gradient, momentum and residual are added up."""
+        """The thread's word, once gradient, momentum and residual are added up."""
         lane, word = thread() & 31, np.uint32(0)
         p, left, momenta = cuda.local.array(EACH, real), cuda.local.array(EACH, real), cuda.local.array(EACH, real)
         for row in range(0, _ROWS, EACH):
@@ -258,10 +277,13 @@ def _chunk_collector(wide: str, residual: bool, momentum: bool) -> Any:
             for j in range(EACH):
                 hits = ballot(not abs(p[j]) < bound)       # NaN, too
                 word = hits if lane == row + j else word
-        inside = n - (begin + 32 * lane)
-        if lane >= _ROWS or inside <= 0:
-            return np.uint32(0)
-        return np.uint32(word & np.uint32((1 << inside) - 1)) if inside < 32 else word
+        return word
+
+    @device
+    def inside(word: Any, begin: int, n: int) -> Any:
+        """The word without what is behind the last element."""
+        left = n - (begin + 32 * (thread() & 31))
+        return word if left >= 32 else np.uint32(word & np.uint32((1 << max(left, 0)) - 1))
 
     @device
     def collect(g: Any, e: Any, m: Any, scratch: Any, values: Any, indices: Any, chunk: int, n: int, floor: Any, shift: Any, f: Any, u: Any) -> Any:
@@ -269,7 +291,7 @@ def _chunk_collector(wide: str, residual: bool, momentum: bool) -> Any:
         bins, lane, bound = at(scratch, 4 * _BINS * (block() % _SETS), np.uint32), thread() & 31, float_of(floor, f)
         infinity, count, same, overflow = magnitude(real(np.inf)), 0, 0, False
         for begin in range(chunk * CHUNK, min((chunk + 1) * CHUNK, n), 32 * _ROWS):
-            word = large(g, e, m, begin, n, bound, f, u)
+            word = inside(large_plain(g, begin, n, bound) if plain else large(g, e, m, begin, n, bound, f, u), begin, n)
             sync_warp()
             before, many = scan_warp(ones(word))
             to, first = chunk * CHUNK + count, begin + 32 * lane
@@ -290,7 +312,7 @@ def _chunk_collector(wide: str, residual: bool, momentum: bool) -> Any:
         if same and lane == 0:
             atomic_add(bins, 0, np.uint32(same))
         if overflow:
-            atomic_or(at(scratch, _TICKETS, np.int32), _OVERFLOW, np.int32(1))
+            atomic_or(at(scratch, _COUNTERS, np.int32), _OVERFLOW, np.int32(1))
         return count
 
     return collect
@@ -311,7 +333,7 @@ def _add_sets(bins: Any, counts: Any) -> None:
 def _collector(wide: str, residual: bool, momentum: bool) -> Kernel:
     real, collect = element(wide), _chunk_collector(wide, residual, momentum)
 
-    @kernel(addresses=6, integers=1, floats=2, registers=_REGISTERS)
+    @kernel(addresses=6, integers=1, floats=2, registers=_PASS)
     def collector(g_: Any, e_: Any, m_: Any, scratch: Any, values_: Any, indices_: Any, n: int, factor: float, mu: float) -> None:
         g, e, m, values, indices = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(values_, 0, real), at(indices_, 0, np.uint32)
         known, counters, f, u = at(scratch, _KNOWN, np.uint64), at(scratch, _CHUNKS, np.uint32), real(factor), real(mu)
@@ -415,21 +437,17 @@ def _line_up(both: Any, larger: Any, equals: Any, groups: int, room: Any) -> Non
 
 
 @functools.cache
-def _refiner(wide: str) -> Kernel:
+def _lister(wide: str) -> Kernel:
     real = element(wide)
 
-    @kernel(addresses=3, integers=2)
-    def refine(scratch: Any, values_: Any, listed_: Any, n: int, chunks: int) -> None:
+    @kernel(addresses=3, integers=1, registers=_REGISTERS)
+    def make_list(scratch: Any, values_: Any, listed_: Any, chunks: int) -> None:
         values, listed = at(values_, 0, real), at(listed_, 0, np.uint32)
-        known, tickets, counters = at(scratch, _KNOWN, np.uint64), at(scratch, _TICKETS, np.int32), at(scratch, _CHUNKS, np.uint32)
-        larger, equals = at(scratch, _CHUNKS + 4 * chunks, np.uint32), at(scratch, _CHUNKS + 8 * chunks, np.uint32)
+        known, of_all, counters = at(scratch, _KNOWN, np.uint64), at(scratch, _COUNTERS, np.int32), at(scratch, _CHUNKS, np.uint32)
         both = at(scratch, _CHUNKS + 12 * chunks, np.uint32)
-        counts = cuda.shared.array(_BINS, np.uint32)
-        near = cuda.shared.array(_LIST, np.uint64)
         room = cuda.shared.array(WARPS, np.int32)
-        found = cuda.shared.array(2, np.int64)
-        t, low, end, sought, groups = thread(), known[_LOW], known[_END], known[_BITS] > 0, (chunks + WARPS - 1) // WARPS
-        for group in range(block(), groups, blocks()):
+        t, low, end, sought = thread(), known[_LOW], known[_END], known[_BITS] > 0
+        for group in range(block(), (chunks + WARPS - 1) // WARPS, blocks()):
             chunk, mine = group * WARPS + (t >> 5), 0
             for i in range(t & 31, np.int64(counters[chunk]) if chunk < chunks else 0, 32):
                 at_ = chunk * CHUNK + i
@@ -437,42 +455,58 @@ def _refiner(wide: str) -> Kernel:
                 if key >= end:
                     mine += 1
                 elif key >= low and sought:
-                    listed[np.int64(atomic_add(tickets, _LISTED, np.int32(1)))] = np.uint32(at_)
+                    listed[np.int64(atomic_add(of_all, _LISTED, np.int32(1)))] = np.uint32(at_)
                 elif key >= low:
                     mine += 1 << 16
             _, all_ = scan(mine, room)
             if t == 0:
                 both[group] = np.uint32(all_)
-        if not last(tickets, _REFINED, room):
-            return
-        if sought:
-            length = np.int64(tickets[_LISTED])
+
+    return make_list
+
+
+@functools.cache
+def _selector(wide: str) -> Kernel:
+    """By one block, the k-th largest, and where each group's begin."""
+    real = element(wide)
+
+    @kernel(addresses=3, integers=1)
+    def select(scratch: Any, values_: Any, listed_: Any, chunks: int) -> None:
+        values, listed, known = at(values_, 0, real), at(listed_, 0, np.uint32), at(scratch, _KNOWN, np.uint64)
+        larger, equals = at(scratch, _CHUNKS + 4 * chunks, np.uint32), at(scratch, _CHUNKS + 8 * chunks, np.uint32)
+        both = at(scratch, _CHUNKS + 12 * chunks, np.uint32)
+        counts = cuda.shared.array(_BINS, np.uint32)
+        near = cuda.shared.array(_LIST, np.uint64)
+        room = cuda.shared.array(WARPS, np.int32)
+        found = cuda.shared.array(2, np.int64)
+        if known[_BITS] > 0:
+            length = np.int64(at(scratch, _COUNTERS, np.int32)[_LISTED])
             _least_of(values, listed, length, known, near, counts, room, found)
             sync()
-            least = known[_LEAST]
-            for i in range(t, length, THREADS):
+            low, least = known[_LOW], known[_LEAST]
+            for i in range(thread(), length, THREADS):
                 place_ = np.int64(listed[i])
                 key = near[i] + low if i < _LIST else magnitude(values[place_])
                 if key >= least:
                     atomic_add(both, place_ // (CHUNK * WARPS), np.uint32(1 if key > least else 1 << 16))
             fence()
             sync()
-        _line_up(both, larger, equals, groups, room)
+        _line_up(both, larger, equals, (chunks + WARPS - 1) // WARPS, room)
 
-    return refine
+    return select
 
 
 @functools.cache
 def _sender(wide: str, residual: bool, momentum: bool) -> Kernel:
     real, words = element(wide), element(wide)().itemsize // 4
 
-    @kernel(addresses=6, integers=3)
+    @kernel(addresses=6, integers=3, registers=_REGISTERS)
     def send(e_: Any, m_: Any, wire: Any, scratch: Any, values_: Any, indices_: Any, n: int, chunks: int, count: int) -> None:
         e, m, values, indices = at(e_, 0, real), at(m_, 0, real), at(values_, 0, real), at(indices_, 0, np.uint32)
         known, sent, halves = at(scratch, _KNOWN, np.uint64), at(wire, 0, np.uint32), at(wire, 4 * count, np.uint32)
         counters, larger = at(scratch, _CHUNKS, np.uint32), at(scratch, _CHUNKS + 4 * chunks, np.uint32)
         equals, room = at(scratch, _CHUNKS + 8 * chunks, np.uint32), cuda.shared.array(WARPS, np.int32)
-        t, least, equal, overflow = thread(), known[_LEAST], np.int64(known[_EQUAL]), at(scratch, _TICKETS, np.int32)[_OVERFLOW] != 0
+        t, least, equal, overflow = thread(), known[_LEAST], np.int64(known[_EQUAL]), at(scratch, _COUNTERS, np.int32)[_OVERFLOW] != 0
         lane = t & 31
         before = np.uint32((1 << lane) - 1)
         for group in range(block(), (chunks + WARPS - 1) // WARPS, blocks()):
@@ -559,7 +593,8 @@ class TopK(DeviceCodec):
         _sampler(wide, residual, momentum).launch(1 + _SETS, stream, g, e, m, scratch, n, 0 if n < 4 * SAMPLE or rank > SAMPLE else rank, factor, mu)
         _collector(wide, residual, momentum).launch(wide_grid, stream, g, e, m, scratch, values, indices, n, factor, mu)
         _chooser(wide, residual, momentum).launch(1, stream, g, e, m, scratch, values, indices, n, count, factor, mu)
-        _refiner(wide).launch(wide_grid, stream, scratch, values, listed, n, chunks)
+        _lister(wide).launch(wide_grid, stream, scratch, values, listed, chunks)
+        _selector(wide).launch(1, stream, scratch, values, listed, chunks)
         _sender(wide, residual, momentum).launch(wide_grid, stream, e, m, wire, scratch, values, indices, n, chunks, count)
 
     def decode(self, wide: str, wire: Any, size: int, out: Any, scratch: Any, status: Any, options: Sequence[int], n: int, add: bool,
