@@ -56,7 +56,7 @@ _LENGTHS = 8 * _SUMS
 #: Where in the state, seen as int32, blocks take their tickets.
 _TICKET = 6
 #: The second pass's registers.
-_REGISTERS = 64
+_REGISTERS = 48
 
 
 def _region(k: int) -> int:
@@ -68,8 +68,7 @@ def _region(k: int) -> int:
 def _norm(wide: str, residual: bool, momentum: bool, l2: bool) -> Kernel:
     """The first pass."""
     real, natural_unit, linear_unit = element(wide), unit_of(wide, True), unit_of(wide, False)
-    whole = np.uint32 if wide == "float32" else np.uint64
-    once = residual or momentum     # what is fetched in place of elements behind the last may be wrong, and is not only a repetition
+    whole, once = np.uint32 if wide == "float32" else np.uint64, residual or momentum   # once: what fetch repeats others may have changed
 
     @kernel(addresses=7, integers=3, floats=2)
     def norm_of(g_: Any, e_: Any, m_: Any, wire: Any, written: Any, scratch: Any, state: Any, n: int, k: int, natural: int,
@@ -97,10 +96,7 @@ def _norm(wide: str, residual: bool, momentum: bool, l2: bool) -> Kernel:
                     squares += wide_ * wide_ if place(begin, t, j) < n else 0.0
                 elif not once or place(begin, t, j) < n:
                     top = max(top, whole(magnitude(p[j])))
-        if l2:
-            squares = total(squares, room)
-        else:
-            highest_ = largest(np.uint64(top), tops_)
+        squares, highest_ = (total(squares, room), np.uint64(0)) if l2 else (0.0, largest(np.uint64(top), tops_))
         if t == 0 and l2:
             sums[block()] = squares
         elif t == 0:

@@ -243,9 +243,9 @@ def ballot(flag: Any) -> Any:
 
 @device
 def transposed(word: Any) -> Any:
-    """Bit i of what the warp's j-th thread gives, a uint32, is bit j of what its i-th thread gets: each time four squares of bits, and two change places."""
+    """Bit i of what the warp's j-th thread gives, a uint32, is bit j of what its i-th thread gets."""
     lane, step, low = cuda.threadIdx.x & 31, 16, np.uint32(0xFFFF)
-    while step > 0:
+    while step > 0:     # of four squares of bits two change places, and so on in each
         other = np.uint32(cuda.shfl_xor_sync(_ALL, np.int32(word), step))
         if lane & step:
             word = np.uint32(np.uint32(word & np.uint32(~low)) | np.uint32(np.uint32(other >> np.uint32(step)) & low))
@@ -272,12 +272,6 @@ def shared_add(array: Any, i: Any, value: Any) -> Any:
 def shared_or(array: Any, i: Any, value: Any) -> Any:
     """array[i] |= value, likewise."""
     return cuda.atomic.or_(array, i, value)
-
-
-@device
-def shared_max(array: Any, i: Any, value: Any) -> Any:
-    """array[i] = the larger, likewise."""
-    return cuda.atomic.max(array, i, value)
 
 
 @device

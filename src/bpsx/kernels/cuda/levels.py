@@ -190,9 +190,7 @@ def _less_one(planes: Any, word: int, b: int) -> Any:
     return np.uint32(planes[b * PLANE + word] ^ np.uint32(~lower))
 
 
-def packer(bits_: int, few: bool) -> Any:
-    """A function that codes a chunk of levels of so many bits. With few levels, no more than FEW, it counts all that it has to know at once."""
-
+def _counter(bits_: int, few: bool) -> Any:
     @device
     def count_all(planes: Any, size: int, masks: Any, room: Any) -> Any:
         """How many are not 0 before this thread and in all, 16 bits each; few: how many are at least 2, 3, 4, too. And the sum of levels less 1."""
@@ -216,6 +214,13 @@ def packer(bits_: int, few: bool) -> Any:
             return before, all_, total
         before, all_ = scan_wide(own | (np.uint64(total) << np.uint64(16)), room)
         return before, all_, np.int64(all_ >> np.uint64(16))
+
+    return count_all
+
+
+def packer(bits_: int, few: bool) -> Any:
+    """A function that codes a chunk of levels of so many bits. With few levels, no more than FEW, it counts all that it has to know at once."""
+    count_all = _counter(bits_, few)
 
     @device
     def pack(buffer: Any, planes: Any, size: int, k: int, lasts: Any, room: Any, sums: Any, masks: Any, words: Any, moves: Any) -> Any:

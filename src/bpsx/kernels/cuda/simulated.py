@@ -123,7 +123,7 @@ def atomic_max(pointer: Any, i: Any, value: Any) -> Any:
         return before
 
 
-shared_add, shared_or, shared_max = atomic_add, atomic_or, atomic_max
+shared_add, shared_or = atomic_add, atomic_or
 
 
 def thread() -> int:
