@@ -74,8 +74,9 @@ from bpsx.kernels.cuda.feedback import EACH, TILE, clearer
 
 #: Elements of the sample, and how many of them lie side by side.
 SAMPLE, RUN = (256 if SIMULATED else 4096), 4
-#: Registers: of the pass over memory; of what has a block for each group of chunks, few for most of these to run at once.
-_PASS, _REGISTERS = 64, 40
+#: Registers: of the pass over memory, and if there is more to read than the gradient; of what has a block for each group of chunks, few for most of
+#: these to run at once.
+_PASS, _MORE, _REGISTERS = 64, 96, 40
 #: The floor is known well enough when no more of the sample are as near to it. A thread puts so many of the list into the block's memory.
 _NEAR, _PART = 8, 4
 _LIST = _PART * THREADS
@@ -158,7 +159,7 @@ def _sampler(wide: str, residual: bool, momentum: bool) -> Kernel:
 def _collector(wide: str, residual: bool, momentum: bool) -> Kernel:
     real, collect = element(wide), chunk_collector(wide, residual, momentum)
 
-    @kernel(addresses=6, integers=1, floats=2, registers=_PASS)
+    @kernel(addresses=6, integers=1, floats=2, registers=_MORE if residual or momentum else _PASS)
     def collector(g_: Any, e_: Any, m_: Any, scratch: Any, values_: Any, indices_: Any, n: int, factor: float, mu: float) -> None:
         g, e, m, values, indices = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(values_, 0, real), at(indices_, 0, np.uint32)
         known, counters, f, u = at(scratch, KNOWN, np.uint64), at(scratch, _CHUNKS, np.uint32), real(factor), real(mu)
