@@ -25,10 +25,12 @@ at, bits, magnitude, float_of = _made_of.at, _made_of.bits, _made_of.magnitude, 
 signed, negative = _made_of.signed, _made_of.negative
 plus, times, narrow, widen, high = _made_of.plus, _made_of.times, _made_of.narrow, _made_of.widen, _made_of.high
 atomic_add, atomic_or, atomic_max = _made_of.atomic_add, _made_of.atomic_or, _made_of.atomic_max
-shared_add, shared_or, shared_max = _made_of.shared_add, _made_of.shared_or, _made_of.shared_max
+shared_add, shared_or = _made_of.shared_add, _made_of.shared_or
 thread, block, blocks, sync, fence = _made_of.thread, _made_of.block, _made_of.blocks, _made_of.sync, _made_of.fence
 ones, lowest, leading, ballot = _made_of.ones, _made_of.lowest, _made_of.leading, _made_of.ballot
-total, scan, scan_warp, sync_warp, collect_bits = _made_of.total, _made_of.scan, _made_of.scan_warp, _made_of.sync_warp, _made_of.collect_bits
+total, largest, scan, scan_warp = _made_of.total, _made_of.largest, _made_of.scan, _made_of.scan_warp
+sync_warp, transposed = _made_of.sync_warp, _made_of.transposed
+scan_wide = _made_of.scan_wide
 
 
 def element(wide: str) -> Any:

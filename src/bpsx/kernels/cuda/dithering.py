@@ -1,6 +1,6 @@
 """dithering on a GPU: see ``cpu/dithering.py``, whose wire and residual these are; of the l2 norm as far as a sum in another order allows.
 
-Four kernels encode: the norm, and what is to be sent; the levels, as planes of bits; chunks of these, which a block each packs into scratch memory;
+Three kernels encode: the norm, and what is to be sent; chunks of levels, which a block each makes, as planes of bits, and packs into scratch memory;
 and these, side by side, into the wire. What needs to know of all blocks, the norm and where each chunk begins, is done by the one that is done last.
 """
 
@@ -23,13 +23,13 @@ from bpsx.kernels.cuda.device import (
     at,
     block,
     blocks,
-    collect_bits,
     device,
     element,
     float_of,
     forget,
     grid,
     kernel,
+    largest,
     last,
     magnitude,
     negative,
@@ -37,15 +37,15 @@ from bpsx.kernels.cuda.device import (
     plus,
     refuse,
     scan,
-    shared_max,
     signed,
     sync,
     thread,
     times,
     total,
+    transposed,
 )
 from bpsx.kernels.cuda.feedback import EACH, TILE, add_up, fetch, keep, place
-from bpsx.kernels.cuda.levels import BITMAP, BITS, CHUNK, LASTS, LEVELS, MASK, MOST, SIGN, SIGNS, STEPS, WORDS, pack, row, unpack
+from bpsx.kernels.cuda.levels import BITMAP, CHUNK, FEW, LASTS, LEVELS, MOST, MOVES, PLANE, SIGN, STEPS, WORDS, packer, row, unpack
 from bpsx.kernels.cuda.rounding import key_of, leveller, noise, scaler, unit_of, valuer
 
 _HEAD = 8
@@ -55,6 +55,8 @@ _SUMS = 4096
 _LENGTHS = 8 * _SUMS
 #: Where in the state, seen as int32, blocks take their tickets.
 _TICKET = 6
+#: The second pass's registers.
+_REGISTERS = 48
 
 
 def _region(k: int) -> int:
@@ -62,35 +64,21 @@ def _region(k: int) -> int:
     return 4 * ((8 + CHUNK * bits_bound(k) + 31) // 32 + 1)
 
 
-def _together(l2: bool) -> Any:
-    """A function of what each thread has found: largest[0] = the largest; or the sum, which is returned."""
-    @device
-    def together(top: Any, squares: Any, largest: Any, room: Any) -> Any:
-        if thread() == 0:
-            largest[0] = 0
-        squares = total(squares, room) if l2 else 0.0
-        sync()
-        shared_max(largest, 0, top)
-        sync()
-        return squares
-
-    return together
-
-
 @functools.cache
 def _norm(wide: str, residual: bool, momentum: bool, l2: bool) -> Kernel:
     """The first pass."""
-    real, natural_unit, linear_unit, together = element(wide), unit_of(wide, True), unit_of(wide, False), _together(l2)
+    real, natural_unit, linear_unit = element(wide), unit_of(wide, True), unit_of(wide, False)
+    whole, once = np.uint32 if wide == "float32" else np.uint64, residual or momentum   # once: what fetch repeats others may have changed
 
     @kernel(addresses=7, integers=3, floats=2)
     def norm_of(g_: Any, e_: Any, m_: Any, wire: Any, written: Any, scratch: Any, state: Any, n: int, k: int, natural: int,
                 factor: float, mu: float) -> None:
         g, e, m, sums, tops = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(scratch, 0, np.float64), at(scratch, 0, np.uint64)
         room = cuda.shared.array(WARPS, np.float64)
-        largest = cuda.shared.array(1, np.uint64)
+        tops_ = cuda.shared.array(WARPS, np.uint64)
         ticket = cuda.shared.array(1, np.int32)
         p, left, momenta = cuda.local.array(EACH, real), cuda.local.array(EACH, real), cuda.local.array(EACH, real)
-        t, f, u, top, squares = thread(), real(factor), real(mu), np.uint64(0), 0.0
+        t, f, u, top, squares = thread(), real(factor), real(mu), whole(0), 0.0
         for begin in range(block() * TILE, n, blocks() * TILE):
             fetch(p, g, begin, t, n)
             if residual:
@@ -106,23 +94,22 @@ def _norm(wide: str, residual: bool, momentum: bool, l2: bool) -> Kernel:
                 if l2:
                     wide_ = np.float64(p[j])
                     squares += wide_ * wide_ if place(begin, t, j) < n else 0.0
-                elif place(begin, t, j) < n:
-                    top = max(top, magnitude(p[j]))
-        squares = together(top, squares, largest, room)
+                elif not once or place(begin, t, j) < n:
+                    top = max(top, whole(magnitude(p[j])))
+        squares, highest_ = (total(squares, room), np.uint64(0)) if l2 else (0.0, largest(np.uint64(top), tops_))
         if t == 0 and l2:
             sums[block()] = squares
         elif t == 0:
-            tops[block()] = largest[0]
+            tops[block()] = highest_
         if not last(at(state, 0, np.int32), _TICKET, ticket):
             return
-        top, squares = np.uint64(0), 0.0
+        highest_, squares = np.uint64(0), 0.0
         for i in range(t, blocks(), THREADS):
             if l2:
                 squares += sums[i]
             else:
-                top = max(top, tops[i])
-        squares = together(top, squares, largest, room)
-        norm = np.float64(math.sqrt(squares)) if l2 else np.float64(float_of(largest[0], real(0)))
+                highest_ = max(highest_, tops[i])
+        norm = np.float64(math.sqrt(total(squares, room))) if l2 else np.float64(float_of(largest(highest_, tops_), real(0)))
         highest = natural_unit(norm, k) if natural else times(linear_unit(norm, k), real(k))
         finite = abs(highest) < np.inf
         if t == 0:
@@ -137,82 +124,92 @@ def _norm(wide: str, residual: bool, momentum: bool, l2: bool) -> Kernel:
     return norm_of
 
 
-@functools.cache
-def _quantiser(wide: str, residual: bool, momentum: bool, natural: bool, bits_: int) -> Kernel:
-    """The second pass: the levels as planes of bits, and what they leave in the residual."""
+def _quantiser(wide: str, residual: bool, momentum: bool, natural: bool, bits_: int) -> Any:
+    """A function that makes levels of a tile, as planes of bits, and what they leave in the residual."""
     real, level_of, value_of, scales_of, unit_of_ = (element(wide), leveller(natural), valuer(wide, natural), scaler(wide, natural),
                                                      unit_of(wide, natural))
-    planes = BITS + bits_
+    planes_of = bits_ + 1
+    together = 32 // EACH           # planes that a word of 32 bits has, of a thread's elements
+    kept = (1 << together) - 1
 
-    @kernel(addresses=5, integers=4, floats=1)
-    def quantise(g_: Any, e_: Any, m_: Any, wire: Any, planes_: Any, n: int, k: int, seed: int, counter: int, mu: float) -> None:
-        g, e, m, words = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(planes_, 0, np.uint32)
-        p, momenta, found = cuda.local.array(EACH, real), cuda.local.array(EACH, real), cuda.local.array(planes, np.uint32)
-        t, norm, u, key = thread(), at(wire, 0, np.float64)[0], real(mu), key_of(seed, counter)
-        if not norm > 0:
-            return
-        lane, unit = t & 31, unit_of_(norm, k)
+    @device
+    def quantise(g: Any, e: Any, m: Any, planes: Any, begin: int, n: int, k: int, norm: Any, key: Any, u: Any) -> None:
+        p, momenta, found = cuda.local.array(EACH, real), cuda.local.array(EACH, real), cuda.local.array(EACH, np.uint32)
+        t, unit = thread(), unit_of_(norm, k)
         a, b, top = scales_of(norm, k)
-        for begin in range(block() * TILE, n, blocks() * TILE):
-            fetch(p, e if residual else g, begin, t, n)
-            if momentum and not residual:
-                fetch(momenta, m, begin, t, n)
-                for j in range(EACH):
-                    p[j] = plus(p[j], times(u, momenta[j]))
+        lane = t & 31
+        fetch(p, e if residual else g, begin, t, n)
+        if momentum and not residual:
+            fetch(momenta, m, begin, t, n)
             for j in range(EACH):
-                i, level, value = place(begin, t, j), np.uint32(0), np.uint32(0)
-                if i < n:
-                    level = level_of(abs(p[j]), a, b, top, noise(i, key))
-                if level > np.uint32(0):
-                    value = np.uint32(np.uint32((level - np.uint32(1)) << np.uint32(BITS)) | np.uint32(1 << MASK))
-                    value = np.uint32(value | np.uint32(np.uint32(negative(p[j])) << np.uint32(SIGNS)))
-                collect_bits(value, j, found)
-                if residual:
-                    p[j] = plus(p[j], -signed(value_of(level, k, unit), p[j]))
+                p[j] = plus(p[j], times(u, momenta[j]))
+        for j in range(EACH):
+            level = level_of(abs(p[j]), a, b, top, noise(place(begin, t, j), key))
+            found[j] = np.uint32(level | np.uint32(np.uint32(negative(p[j])) << np.uint32(bits_)))
             if residual:
-                keep(e, p, begin, t, n)
-            first = place(begin, t & ~31, 0)
-            if lane < EACH and first + 32 * lane < n:
-                word = (first >> 5) + lane
-                for b_ in range(planes):
-                    words[word // BITMAP * (planes * BITMAP) + b_ * BITMAP + word % BITMAP] = found[b_]
+                p[j] = plus(p[j], -signed(value_of(level, k, unit), p[j]))
+        if residual:
+            keep(e, p, begin, t, n)
+        j, first = lane // together, place(begin, t & ~31, 0)
+        inside = n - (first + 32 * j)
+        within = np.uint32(0xFFFFFFFF) if inside >= 32 else np.uint32((1 << max(inside, 0)) - 1)
+        for low in range(0, planes_of, together):
+            word = np.uint32(0)
+            for i in range(EACH):
+                some = np.uint32(np.uint32(found[i] >> np.uint32(low)) & np.uint32(kept))
+                word = np.uint32(word | np.uint32(some << np.uint32(together * i)))
+            word = transposed(word)
+            b_ = low + lane % together
+            if b_ < planes_of:
+                planes[b_ * PLANE + (first >> 5) % BITMAP + j] = np.uint32(word & within)
 
     return quantise
 
 
-@functools.cache
-def _packer() -> Kernel:
-    @device
-    def line_up(wire: Any, written: Any, lengths: Any, chunks: int, room: Any) -> None:
-        """Where each chunk begins, and the end."""
-        each = (chunks + THREADS - 1) // THREADS
-        first, behind = min(thread() * each, chunks), min((thread() + 1) * each, chunks)
-        sum_ = 0
-        for chunk in range(first, behind):
-            sum_ += np.int64(lengths[chunk])
-        begin, all_ = scan(sum_, room)
-        begin += _HEAD + 2 * chunks
-        for chunk in range(first, behind):
-            lengths[chunks + chunk] = np.uint32(begin)
-            begin += np.int64(lengths[chunk])
-        if thread() == 0:
-            at(written, 0, np.int64)[0] = _HEAD + 2 * chunks + all_
+@device
+def _line_up(wire: Any, written: Any, lengths: Any, chunks: int, room: Any) -> None:
+    """Where each chunk begins, and the end."""
+    each = (chunks + THREADS - 1) // THREADS
+    first, behind = min(thread() * each, chunks), min((thread() + 1) * each, chunks)
+    sum_ = 0
+    for chunk in range(first, behind):
+        sum_ += np.int64(lengths[chunk])
+    begin, all_ = scan(sum_, room)
+    begin += _HEAD + 2 * chunks
+    for chunk in range(first, behind):
+        lengths[chunks + chunk] = np.uint32(begin)
+        begin += np.int64(lengths[chunk])
+    if thread() == 0:
+        at(written, 0, np.int64)[0] = _HEAD + 2 * chunks + all_
 
-    @kernel(addresses=5, integers=4, registers=64)
-    def pack_all(wire: Any, written: Any, scratch: Any, planes_: Any, state: Any, n: int, k: int, bits_: int, region: int) -> None:
-        lengths, chunks = at(scratch, _LENGTHS, np.uint32), (n + CHUNK - 1) // CHUNK
+
+@functools.cache
+def _coder(wide: str, residual: bool, momentum: bool, natural: bool, bits_: int, few: bool) -> Kernel:
+    """The second pass: levels, and what they leave in the residual; chunks of them, packed."""
+    real, quantise, pack = element(wide), _quantiser(wide, residual, momentum, natural, bits_), packer(bits_, few)
+    all_planes = PLANE * (bits_ + 1)
+
+    @kernel(addresses=7, integers=5, floats=1, registers=_REGISTERS)
+    def code(g_: Any, e_: Any, m_: Any, wire: Any, written: Any, scratch: Any, state: Any, n: int, k: int, seed: int, counter: int, region: int,
+             mu: float) -> None:
+        g, e, m, lengths, chunks = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(scratch, _LENGTHS, np.uint32), (n + CHUNK - 1) // CHUNK
         buffer = cuda.shared.array(MOST, np.uint32)
+        planes = cuda.shared.array(all_planes, np.uint32)
         lasts = cuda.shared.array(LASTS, np.int32)
         room = cuda.shared.array(WARPS, np.int32)
-        masks, words = cuda.local.array(WORDS, np.uint32), cuda.local.array(WORDS, np.uint32)
-        t = thread()
-        if not at(wire, 0, np.float64)[0] > 0:
+        sums = cuda.shared.array(WARPS, np.uint64)
+        masks, words, moves = cuda.local.array(WORDS, np.uint32), cuda.local.array(WORDS, np.uint32), cuda.local.array(MOVES, np.uint32)
+        t, norm = thread(), at(wire, 0, np.float64)[0]
+        if not norm > 0:
             return
         for chunk in range(block(), chunks, blocks()):
+            first = chunk * CHUNK
             for i in range(t, region // 4, THREADS):
                 buffer[i] = 0
-            planes = at(planes_, chunk * (4 * BITMAP) * (BITS + bits_), np.uint32)
-            length = pack(buffer, planes, min(CHUNK, n - chunk * CHUNK), k, bits_, lasts, room, masks, words)
+            for begin in range(first, min(first + CHUNK, n), TILE):
+                quantise(g, e, m, planes, begin, n, k, norm, key_of(seed, counter), real(mu))
+            sync()
+            length = pack(buffer, planes, min(CHUNK, n - first), k, lasts, room, sums, masks, words, moves)
             sync()
             packed = at(scratch, _LENGTHS + 8 * chunks + chunk * region, np.uint32)
             for i in range(t, (length + 3) // 4, THREADS):
@@ -222,9 +219,9 @@ def _packer() -> Kernel:
                 at(wire, _HEAD, np.uint16)[chunk] = np.uint16(length)
             sync()
         if last(at(state, 0, np.int32), _TICKET, room):
-            line_up(wire, written, lengths, chunks, room)
+            _line_up(wire, written, lengths, chunks, room)
 
-    return pack_all
+    return code
 
 
 @functools.cache
@@ -354,20 +351,19 @@ class Dithering(DeviceCodec):
         return None
 
     def scratch(self, n: int, options: Sequence[int]) -> int:
-        """What blocks leave, chunks' lengths and places, and chunks, packed and as planes of bits."""
-        chunks, k = -(-n // CHUNK), options[0]
-        return _LENGTHS + chunks * (8 + _region(k) + 4 * BITMAP * (BITS + (k - 1).bit_length()))
+        """What blocks leave, chunks' lengths and places, and chunks, packed."""
+        return _LENGTHS + -(-n // CHUNK) * (8 + _region(options[0]))
 
     def encode(self, wide: str, g: Any, e: Any, m: Any, wire: Any, written: Any, scratch: Any, state: Any, options: Sequence[int], n: int,
                counter: int, factor: float, mu: float, stream: int) -> None:
         """In two passes: the norm, then the levels."""
         k, natural, l2, region, chunks = options[0], options[1], options[2], _region(options[0]), -(-n // CHUNK)
-        residual, momentum, bits_ = e is not None, m is not None, (k - 1).bit_length()
+        residual, momentum, bits_ = e is not None, m is not None, k.bit_length()
         g, e, m, wire, written, scratch, state = map(address, (g, e, m, wire, written, scratch, state))
-        tiles, planes = grid(-(-n // TILE)), scratch + _LENGTHS + chunks * (8 + region)
-        _norm(wide, residual, momentum, bool(l2)).launch(min(tiles, _SUMS), stream, g, e, m, wire, written, scratch, state, n, k, natural, factor, mu)
-        _quantiser(wide, residual, momentum, bool(natural), bits_).launch(tiles, stream, g, e, m, wire, planes, n, k, options[_SEED], counter, mu)
-        _packer().launch(grid(chunks), stream, wire, written, scratch, planes, state, n, k, bits_, region)
+        tiles = min(grid(-(-n // TILE)), _SUMS)
+        _norm(wide, residual, momentum, bool(l2)).launch(tiles, stream, g, e, m, wire, written, scratch, state, n, k, natural, factor, mu)
+        coder = _coder(wide, residual, momentum, bool(natural), bits_, k <= FEW)
+        coder.launch(grid(chunks, 64), stream, g, e, m, wire, written, scratch, state, n, k, options[_SEED], counter, region, mu)
         _joiner().launch(grid(chunks), stream, wire, scratch, chunks, region)
 
     def decode(self, wide: str, wire: Any, size: int, out: Any, scratch: Any, status: Any, options: Sequence[int], n: int, add: bool,

@@ -242,11 +242,18 @@ def ballot(flag: Any) -> Any:
 
 
 @device
-def collect_bits(value: Any, j: int, words: Any) -> None:
-    """words[b], of the warp's j-th thread alone, = bit b of the values (uint32) of the warp's threads, the first thread's lowest."""
-    for b in range(len(words)):
-        word = np.uint32(cuda.ballot_sync(_ALL, (value >> np.uint32(b)) & np.uint32(1)))
-        words[b] = word if (cuda.threadIdx.x & 31) == j else words[b]
+def transposed(word: Any) -> Any:
+    """Bit i of what the warp's j-th thread gives, a uint32, is bit j of what its i-th thread gets."""
+    lane, step, low = cuda.threadIdx.x & 31, 16, np.uint32(0xFFFF)
+    while step > 0:     # of four squares of bits two change places, and so on in each
+        other = np.uint32(cuda.shfl_xor_sync(_ALL, np.int32(word), step))
+        if lane & step:
+            word = np.uint32(np.uint32(word & np.uint32(~low)) | np.uint32(np.uint32(other >> np.uint32(step)) & low))
+        else:
+            word = np.uint32(np.uint32(word & low) | np.uint32(np.uint32(other << np.uint32(step)) & np.uint32(~low)))
+        step >>= 1
+        low = np.uint32(low ^ np.uint32(low << np.uint32(step)))
+    return word
 
 
 @device
@@ -268,12 +275,6 @@ def shared_or(array: Any, i: Any, value: Any) -> Any:
 
 
 @device
-def shared_max(array: Any, i: Any, value: Any) -> Any:
-    """array[i] = the larger, likewise."""
-    return cuda.atomic.max(array, i, value)
-
-
-@device
 def total(value: Any, room: Any) -> Any:
     """The sum of all threads' float64, added up in the same order always. ``room``: WARPS float64 of the block's memory."""
     step = 16
@@ -287,6 +288,23 @@ def total(value: Any, room: Any) -> Any:
     found = 0.0
     for warp in range(WARPS):
         found += room[warp]
+    return found
+
+
+@device
+def largest(value: Any, room: Any) -> Any:
+    """The largest of all threads' uint64, less than 1 << 63 each. ``room``: WARPS uint64 of the block's memory."""
+    top, step = np.int64(value), 16
+    while step > 0:
+        top = max(top, cuda.shfl_down_sync(_ALL, top, step))
+        step >>= 1
+    cuda.syncthreads()
+    if cuda.threadIdx.x % 32 == 0:
+        room[cuda.threadIdx.x // 32] = np.uint64(top)
+    cuda.syncthreads()
+    found = np.uint64(0)
+    for warp in range(WARPS):
+        found = max(found, room[warp])
     return found
 
 
@@ -322,3 +340,24 @@ def scan(value: Any, room: Any) -> Any:
         before += np.int64(room[w]) if w < warp else np.int64(0)
         all_ += np.int64(room[w])
     return before + np.int64(sum_) - np.int64(value), all_
+
+
+@device
+def scan_wide(value: Any, room: Any) -> Any:
+    """The same of uint64, less than 1 << 63 in all. ``room``: WARPS uint64."""
+    lane, warp = cuda.threadIdx.x % 32, cuda.threadIdx.x // 32
+    sum_, step = np.int64(value), 1
+    while step < 32:
+        other = cuda.shfl_up_sync(_ALL, sum_, step)
+        if lane >= step:
+            sum_ += other
+        step <<= 1
+    cuda.syncthreads()
+    if lane == 31:
+        room[warp] = np.uint64(sum_)
+    cuda.syncthreads()
+    before, all_ = np.uint64(0), np.uint64(0)
+    for w in range(WARPS):
+        before += room[w] if w < warp else np.uint64(0)
+        all_ += room[w]
+    return before + np.uint64(sum_) - np.uint64(value), all_

@@ -1,7 +1,7 @@
 """The code of ``cpu/levels.py`` for chunks of levels and signs, by a block of threads.
 
 A thread has WORDS words of 32 elements, side by side. Where its bits of a plane begin follows from how many those before it have: a sum over the
-block. The packer gets levels as planes of bits, and writes with atomic or, since threads share words. The unpacker
+block. The packer gets levels and signs as planes of bits, and writes with atomic or, since threads share words. The unpacker
 makes levels, as uint16 with the sign on top, in rows of 32 that are two longer, so that neither threads that go along rows nor those that go along
 columns get into each other's way.
 
@@ -13,20 +13,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from bpsx.kernels.cuda.device import THREADS, device, leading, lowest, np, ones, scan, shared_or, sync, thread
+from bpsx.kernels.cuda.device import THREADS, device, leading, lowest, np, ones, scan, scan_wide, shared_or, sync, thread
 
 #: Elements of a chunk, the words of a thread, elements of a row.
 CHUNK, WORDS, ROW = 8192, 8192 // 32 // THREADS, 34
 #: Words that a chunk takes at most, with one to spare: 12 bits an element.
 MOST = CHUNK * 12 // 32 + 2
 _LIMIT, _RAW = 16, 14
+#: Levels that are few: what is counted of them fits into 64 bits.
+FEW = 4
 #: A row of the table of where numbers begin, in bytes.
 _STEPS = 36
 #: Sizes of what kernels need of the block's memory: levels (uint16), a bit of each (uint32), that table (uint8), what threads tell others (int32).
 LEVELS, BITMAP, STEPS, LASTS = CHUNK // 32 * ROW, CHUNK // 32, THREADS * _STEPS, THREADS + 2
 SIGN = 0x8000
-#: The packer's planes of bits: which are not 0, which are negative, and from there on the bits of levels less 1.
-MASK, SIGNS, BITS = range(3)
+#: Words from one of the packer's planes of bits to the next: the bits of levels, the lowest first, and which are negative.
+PLANE = BITMAP + 8
+#: Of a thread: the moves that gather the bits of its words, step by step.
+_STEPS_OF_32 = 5
+MOVES = _STEPS_OF_32 * WORDS
 
 
 @device
@@ -48,37 +53,45 @@ def spacing(size: int, count: int) -> Any:
 def put(buffer: Any, position: int, word: Any) -> None:
     """Set those of 32 bits from ``position`` on that are set in ``word``."""
     if word != np.uint32(0):
-        both = np.uint64(word) << np.uint64(position & 31)
-        shared_or(buffer, position >> 5, np.uint32(both & np.uint64(0xFFFFFFFF)))
+        both, first = np.uint64(word) << np.uint64(position & 31), np.int64(np.uint32(np.uint32(position) >> np.uint32(5)))
+        shared_or(buffer, first, np.uint32(both & np.uint64(0xFFFFFFFF)))
         if both >> np.uint64(32) != np.uint64(0):
-            shared_or(buffer, (position >> 5) + 1, np.uint32(both >> np.uint64(32)))
+            shared_or(buffer, first + 1, np.uint32(both >> np.uint64(32)))
 
 
 @device
-def gathered(word: Any, mask: Any) -> Any:
-    """The bits of ``word`` where ``mask`` has ones, side by side: "compress" of Warren's "Hacker's Delight", in as many steps for all."""
-    word, left = np.uint32(word & mask), np.uint32(~mask << np.uint32(1))
-    for step in range(5):
-        odd = np.uint32(left ^ np.uint32(left << np.uint32(1)))
-        odd = np.uint32(odd ^ np.uint32(odd << np.uint32(2)))
-        odd = np.uint32(odd ^ np.uint32(odd << np.uint32(4)))
-        odd = np.uint32(odd ^ np.uint32(odd << np.uint32(8)))
-        odd = np.uint32(odd ^ np.uint32(odd << np.uint32(16)))
-        moved = np.uint32(odd & mask)
-        mask = np.uint32(np.uint32(mask ^ moved) | np.uint32(moved >> np.uint32(1 << step)))
-        moving = np.uint32(word & moved)
+def steer(masks: Any, moves: Any) -> None:
+    """Which bits :func:`gathered` moves at each step, for the masks of a thread."""
+    for w in range(WORDS):
+        mask = masks[w]
+        left = np.uint32(~mask << np.uint32(1))
+        for step in range(_STEPS_OF_32):
+            odd = np.uint32(left ^ np.uint32(left << np.uint32(1)))
+            odd = np.uint32(odd ^ np.uint32(odd << np.uint32(2)))
+            odd = np.uint32(odd ^ np.uint32(odd << np.uint32(4)))
+            odd = np.uint32(odd ^ np.uint32(odd << np.uint32(8)))
+            odd = np.uint32(odd ^ np.uint32(odd << np.uint32(16)))
+            moved = np.uint32(odd & mask)
+            mask = np.uint32(np.uint32(mask ^ moved) | np.uint32(moved >> np.uint32(1 << step)))
+            left = np.uint32(left & np.uint32(~odd))
+            moves[w * _STEPS_OF_32 + step] = moved
+
+
+@device
+def gathered(word: Any, w: int, moves: Any) -> Any:
+    """The bits of ``word``, which has none elsewhere, where the w-th mask has ones, side by side: "compress" of Warren's "Hacker's Delight"."""
+    for step in range(_STEPS_OF_32):
+        moving = np.uint32(word & moves[w * _STEPS_OF_32 + step])
         word = np.uint32(np.uint32(word ^ moving) | np.uint32(moving >> np.uint32(1 << step)))
-        left = np.uint32(left & np.uint32(~odd))
     return word
 
 
 @device
-def put_plane(buffer: Any, position: int, words: Any, masks: Any) -> None:
+def put_plane(buffer: Any, position: int, words: Any, masks: Any, moves: Any) -> None:
     """A thread's part of a plane."""
     for w in range(WORDS):
-        if masks[w] != np.uint32(0):
-            put(buffer, position, gathered(words[w], masks[w]))
-            position += ones(masks[w])
+        put(buffer, position, gathered(np.uint32(words[w] & masks[w]), w, moves))
+        position += ones(masks[w])
 
 
 @device
@@ -154,12 +167,13 @@ def highest(x: Any) -> Any:
 
 
 @device
-def _at_least(planes: Any, word: int, bound: int, low: int, high_: int) -> Any:
-    """Which of a word's levels less 1, without their ``low`` lowest bits, are at least ``bound``; ``high_`` is how many bits there are."""
+def _at_least(planes: Any, word: int, bound: int, bits_: int) -> Any:
+    """Which of a word's levels, of ``bits_`` bits, are at least ``bound``."""
     equal, larger = np.uint32(0xFFFFFFFF), np.uint32(0)
-    for b in range(high_ - 1, low - 1, -1):
-        ones_ = planes[(BITS + b) * BITMAP + word]
-        if (bound >> (b - low)) & 1:
+    for back in range(bits_):
+        b = bits_ - 1 - back
+        ones_ = planes[b * PLANE + word]
+        if (bound >> b) & 1:
             equal = np.uint32(equal & ones_)
         else:
             larger = np.uint32(larger | np.uint32(equal & ones_))
@@ -168,54 +182,98 @@ def _at_least(planes: Any, word: int, bound: int, low: int, high_: int) -> Any:
 
 
 @device
-def pack(buffer: Any, planes: Any, size: int, k: int, bits_: int, lasts: Any, room: Any, masks: Any, words: Any) -> Any:
-    """Code a chunk into ``buffer``, which is all 0. Returns the bytes it takes. masks, words: WORDS uint32 of the thread's own.
+def _less_one(planes: Any, word: int, b: int) -> Any:
+    """Bit ``b`` of a word's levels less 1, where these are not 0."""
+    lower = np.uint32(0)
+    for below in range(b):
+        lower = np.uint32(lower | planes[below * PLANE + word])
+    return np.uint32(planes[b * PLANE + word] ^ np.uint32(~lower))
 
-    planes: BITMAP words each of MASK, which levels are not 0; SIGNS; and from BITS on the ``bits_`` bits of those levels less 1.
-    """
-    t, own, total = thread(), 0, 0
-    for w in range(WORDS):
-        word, masks[w], words[w] = t * WORDS + w, np.uint32(0), np.uint32(0)
-        if 32 * word < size:
-            masks[w], words[w] = planes[MASK * BITMAP + word], planes[SIGNS * BITMAP + word]
-            own += ones(masks[w])
-            for b in range(bits_):
-                total += ones(planes[(BITS + b) * BITMAP + word]) << b
-    before, count = scan(own, room)
-    if count == 0:
-        return 0
-    r = 0
-    if k > 2:
-        _, total = scan(total, room)
-        while count << (r + 1) <= total:
-            r += 1
-    s = spacing(size, count)
-    if t == 0:
-        put(buffer, 0, np.uint32(r + 8 * s))
-    position = put_places(buffer, masks, size, s, lasts, room)
-    put_plane(buffer, position + before, words, masks)
-    position += count
-    for low in range(r):
+
+def _counter(bits_: int, few: bool) -> Any:
+    @device
+    def count_all(planes: Any, size: int, masks: Any, room: Any) -> Any:
+        """How many are not 0 before this thread and in all, 16 bits each; few: how many are at least 2, 3, 4, too. And the sum of levels less 1."""
+        t, own, high_, total = thread(), np.uint64(0), np.uint64(0), 0
         for w in range(WORDS):
-            if masks[w] != np.uint32(0):
-                words[w] = planes[(BITS + low) * BITMAP + t * WORDS + w]
-        put_plane(buffer, position + before, words, masks)
-        position += count
-    for high_ in range(1, ((k - 1) >> r) + 1):
-        own = 0
-        for w in range(WORDS):
-            words[w] = np.uint32(0)
-            if masks[w] != np.uint32(0):
-                words[w] = _at_least(planes, t * WORDS + w, high_, r, bits_)
-        put_plane(buffer, position + before, words, masks)
-        position += count
-        for w in range(WORDS):
-            masks[w] = np.uint32(masks[w] & words[w])
-            own += ones(masks[w])
-        before, count = scan(own, room)
+            word, masks[w] = t * WORDS + w, np.uint32(0)
+            if 32 * word < size:
+                masks[w] = _at_least(planes, word, 1, bits_)
+                own += np.uint64(ones(masks[w]))
+                if few:
+                    for bound in range(2, FEW + 1):
+                        high_ += np.uint64(ones(_at_least(planes, word, bound, bits_))) << np.uint64(16 * (bound - 1))
+                else:
+                    for b in range(bits_):
+                        total += ones(planes[b * PLANE + word]) << b
+                    total -= ones(masks[w])
+        if few:
+            before, all_ = scan_wide(own + high_, room)
+            for bound in range(2, FEW + 1):
+                total += _of(all_, bound)
+            return before, all_, total
+        before, all_ = scan_wide(own | (np.uint64(total) << np.uint64(16)), room)
+        return before, all_, np.int64(all_ >> np.uint64(16))
+
+    return count_all
+
+
+def packer(bits_: int, few: bool) -> Any:
+    """A function that codes a chunk of levels of so many bits. With few levels, no more than FEW, it counts all that it has to know at once."""
+    count_all = _counter(bits_, few)
+
+    @device
+    def pack(buffer: Any, planes: Any, size: int, k: int, lasts: Any, room: Any, sums: Any, masks: Any, words: Any, moves: Any) -> Any:
+        """Code a chunk into ``buffer``, which is all 0. Returns the bytes it takes. masks, words, moves: uint32 of the thread's own."""
+        t = thread()
+        counts, counts_all, total = count_all(planes, size, masks, sums)
+        before, count, r = _of(counts, 1), _of(counts_all, 1), 0
         if count == 0:
-            break
-    return (position + 7) >> 3
+            return 0
+        if k > 2:
+            while count << (r + 1) <= total:
+                r += 1
+        s = spacing(size, count)
+        if t == 0:
+            put(buffer, 0, np.uint32(r + 8 * s))
+        position = put_places(buffer, masks, size, s, lasts, room)
+        steer(masks, moves)
+        for w in range(WORDS):
+            words[w] = planes[bits_ * PLANE + t * WORDS + w]
+        put_plane(buffer, position + before, words, masks, moves)
+        position += count
+        for low in range(r):
+            for w in range(WORDS):
+                words[w] = _less_one(planes, t * WORDS + w, low)
+            put_plane(buffer, position + before, words, masks, moves)
+            position += count
+        for high_ in range(1, ((k - 1) >> r) + 1):
+            bound, own = 1 + (high_ << r), 0
+            for w in range(WORDS):
+                words[w] = np.uint32(masks[w] & _at_least(planes, t * WORDS + w, bound, bits_))
+                own += ones(words[w])
+            put_plane(buffer, position + before, words, masks, moves)
+            position += count
+            if high_ == (k - 1) >> r:
+                break
+            if few:
+                before, count = _of(counts, bound), _of(counts_all, bound)
+            else:
+                before, count = scan(own, room)
+            if count == 0:
+                break
+            for w in range(WORDS):
+                masks[w] = words[w]
+            steer(masks, moves)
+        return (position + 7) >> 3
+
+    return pack
+
+
+@device
+def _of(counts: Any, bound: int) -> Any:
+    """How many are at least ``bound``, of those counted."""
+    return np.int64((counts >> np.uint64(16 * (bound - 1))) & np.uint64(0xFFFF))
 
 
 @device

@@ -123,7 +123,7 @@ def atomic_max(pointer: Any, i: Any, value: Any) -> Any:
         return before
 
 
-shared_add, shared_or, shared_max = atomic_add, atomic_or, atomic_max
+shared_add, shared_or = atomic_add, atomic_or
 
 
 def thread() -> int:
@@ -174,12 +174,10 @@ def ballot(flag: Any) -> Any:
     return word
 
 
-def collect_bits(value: Any, j: int, words: Any) -> None:
-    """words[b], of the warp's j-th thread alone, = bit b of the values of the warp's threads."""
-    found = np.array(_all(int(value)), np.int64)
-    if thread() == j:
-        for b in range(len(words)):
-            words[b] = np.packbits((found >> b & 1).astype(bool), bitorder="little").view(np.uint32)[0]
+def transposed(word: Any) -> Any:
+    """Bit i of what the warp's j-th thread gives, a uint32, is bit j of what its i-th thread gets."""
+    found, i = np.array(_all(int(word)), np.int64), thread()
+    return np.packbits((found >> i & 1).astype(bool), bitorder="little").view(np.uint32)[0]
 
 
 def sync_warp() -> None:
@@ -192,10 +190,21 @@ def total(value: Any, room: Any) -> Any:
     return np.float64(sum(_all(value)))
 
 
+def largest(value: Any, room: Any) -> Any:
+    """The largest of all threads' uint64."""
+    return max(_all(value))
+
+
 def scan(value: Any, room: Any) -> tuple[int, int]:
     """The sum of the int32 of all threads before this one, and that of all."""
     found = _all(int(value))
     return sum(found[:thread()]), sum(found)
+
+
+def scan_wide(value: Any, room: Any) -> tuple[Any, Any]:
+    """The same of uint64."""
+    found = [int(one) for one in _all(value)]
+    return np.uint64(sum(found[:thread()])), np.uint64(sum(found))
 
 
 def scan_warp(value: Any) -> tuple[int, int]:

@@ -1,11 +1,11 @@
 """topk on a GPU: see ``cpu/topk.py``, whose wire and residual these are.
 
-Four kernels. A sample says how large an element must be, roughly, to be among the k: the floor. A pass over memory collects those that are, in
-order within a chunk of elements, and counts them in bins by magnitude; so the bin of the k-th largest is known. Of what was collected, few, the third
-kernel counts what each chunk sends for certain and makes a list of what is in that bin, from which the k-th largest is selected, digit by digit. The
-last kernel sends. What needs to know of all blocks is done by the one that is done last.
+Six kernels. A sample says how large an element must be, roughly, to be among the k: the floor. A pass over memory collects those that are, in order
+within a chunk of elements, and counts them in bins by magnitude; one block chooses the bin of the k-th largest. Of what was collected, few, the next
+kernel counts what each group of chunks, a block's, sends for certain and makes a list of what is in that bin; from that one block selects the k-th
+largest, digit by digit. The last kernel sends. What a single block does is kept short, for all wait for it.
 
-If the sample was unlucky and too few were collected, that last block collects again, with no floor.
+If the sample was unlucky and too few were collected, the block that chooses collects again, with no floor.
 """
 
 from __future__ import annotations
@@ -18,6 +18,28 @@ from typing import Any
 from numba import cuda
 
 from bpsx.kernels.codecs import DeviceCodec, amount_of, register_device
+from bpsx.kernels.cuda.collecting import (
+    BINS,
+    BITS,
+    CHUNK,
+    COUNTERS,
+    DIGIT,
+    END,
+    EQUAL,
+    FLOOR,
+    KNOWN,
+    LEAST,
+    LISTED,
+    LOW,
+    OVERFLOW,
+    SETS,
+    SHIFT,
+    add_sets,
+    bin_of_rank,
+    chunk_collector,
+    row_collector,
+    valuer,
+)
 from bpsx.kernels.cuda.device import (
     SIMULATED,
     THREADS,
@@ -26,7 +48,6 @@ from bpsx.kernels.cuda.device import (
     address,
     at,
     atomic_add,
-    atomic_or,
     ballot,
     bits,
     block,
@@ -37,7 +58,7 @@ from bpsx.kernels.cuda.device import (
     float_of,
     grid,
     kernel,
-    last,
+    largest,
     magnitude,
     np,
     ones,
@@ -46,28 +67,21 @@ from bpsx.kernels.cuda.device import (
     scan,
     scan_warp,
     shared_add,
-    shared_max,
     sync,
-    sync_warp,
     thread,
-    times,
 )
-from bpsx.kernels.cuda.feedback import EACH, TILE, add_up, clearer, fetch, keep, place
+from bpsx.kernels.cuda.feedback import EACH, TILE, clearer
 
-#: Elements of the sample, how many of them lie side by side, and of a chunk, which is a warp's.
-SAMPLE, RUN, CHUNK = (256 if SIMULATED else 4096), 4, (256 if SIMULATED else 2048)
-_DIGIT = 11                                 # bits
-_BINS = 1 << _DIGIT
-#: Blocks take turns at so many sets of bins: many at one would wait for each other.
-_SETS = 8
-#: Scratch: bins (uint32), what all know (uint64, see below), tickets (int32), counters of chunks, what was collected, the list.
-_KNOWN = 4 * _BINS * _SETS
-_TICKETS, _CHUNKS = _KNOWN + 64, _KNOWN + 128
-#: The floor and, as a power of two, its bins' width; the bin's lowest magnitude, what is above all its others, and the bits in which these differ;
-#: the k-th largest magnitude and how many that are equal to it are sent.
-_FLOOR, _SHIFT, _LOW, _END, _BITS, _LEAST, _EQUAL = range(7)
-#: A ticket of each kernel; how long the list is; whether there are infinities or NaN.
-_COLLECTED, _REFINED, _LISTED, _OVERFLOW = range(4)
+#: Elements of the sample, and how many of them lie side by side.
+SAMPLE, RUN = (256 if SIMULATED else 4096), 4
+#: Registers: of the pass over memory, and if there is more to read than the gradient; of what has a block for each group of chunks, few for most of
+#: these to run at once.
+_PASS, _MORE, _REGISTERS = 64, 96, 40
+#: The floor is known well enough when no more of the sample are as near to it. A thread puts so many of the list into the block's memory.
+_NEAR, _PART = 8, 4
+_LIST = _PART * THREADS
+#: Where in scratch the chunks' counters begin.
+_CHUNKS = COUNTERS + 64
 
 
 def _places(n: int) -> tuple[int, int, int, int]:
@@ -79,12 +93,6 @@ def _places(n: int) -> tuple[int, int, int, int]:
 
 
 @device
-def _bin(key: Any, floor: Any, shift: Any) -> Any:
-    """0 for the floor itself, for what is above it the more the larger it is, the last for all the rest."""
-    return np.int64(min((key - floor + (np.uint64(1) << shift) - np.uint64(1)) >> shift, np.uint64(_BINS - 1)))
-
-
-@device
 def _bits_in(x: Any) -> Any:
     found = 0
     while x != np.uint64(0):
@@ -93,311 +101,250 @@ def _bits_in(x: Any) -> Any:
     return found
 
 
-@device
-def _bin_of_rank(bins: Any, rank: int, room: Any, found: Any) -> Any:
-    """found = the bin with the rank-th largest, and its rank in there. The number of all that are counted. All threads come here."""
-    t, each = thread(), _BINS // THREADS
-    top = _BINS - each * t                  # this thread's begin below
-    own = 0
-    for j in range(each):
-        own += np.int64(bins[top - 1 - j])
-    before, counted = scan(own, room)
-    if before < rank and rank <= before + own:
-        j = top - 1
-        while before + np.int64(bins[j]) < rank:
-            before += np.int64(bins[j])
-            j -= 1
-        found[0], found[1] = j, rank - before
-    sync()
-    return counted
-
-
-def _valuer(residual: bool, momentum: bool) -> Any:
-    """A function that makes what is to be sent of one element, and changes nothing."""
-    @device
-    def value(g: Any, e: Any, m: Any, i: int, f: Any, u: Any) -> Any:
-        p = g[i]
-        if momentum:
-            p = plus(p, times(u, plus(times(u, m[i]), p)))
-        if residual:
-            p = plus(p, times(f, e[i]))
-        return p
-
-    return value
-
-
 @functools.cache
 def _sampler(wide: str, residual: bool, momentum: bool) -> Kernel:
-    real, whole, value = element(wide), 8 * element(wide)().itemsize - 1, _valuer(residual, momentum)
+    """The first block's work; the others empty the bins."""
+    real, whole, value, each = element(wide), 8 * element(wide)().itemsize - 1, valuer(residual, momentum, True), SAMPLE // THREADS
 
     @kernel(addresses=4, integers=2, floats=2)
     def sample(g_: Any, e_: Any, m_: Any, scratch: Any, n: int, rank: int, factor: float, mu: float) -> None:
-        g, e, m, bins, known = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(scratch, 0, np.uint32), at(scratch, _KNOWN, np.uint64)
-        keys = cuda.shared.array(SAMPLE, np.uint64)
-        counts = cuda.shared.array(_BINS, np.uint32)
+        g, e, m, bins, known = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(scratch, 0, np.uint32), at(scratch, KNOWN, np.uint64)
+        counts = cuda.shared.array(BINS, np.uint32)
         room = cuda.shared.array(WARPS, np.int32)
+        tops = cuda.shared.array(WARPS, np.uint64)
         found = cuda.shared.array(2, np.int64)
+        keys = cuda.local.array(each, np.uint64)
         t, f, u = thread(), real(factor), real(mu)
-        for i in range(t, _BINS * _SETS, THREADS):
-            bins[i] = 0
-        if t < 4:
-            at(scratch, _TICKETS, np.int32)[t] = 0
+        if block() > 0:
+            for i in range(BINS // THREADS):
+                bins[(block() - 1) * BINS + i * THREADS + t] = 0
+            return
+        if t < 2:
+            at(scratch, COUNTERS, np.int32)[t] = 0
         if rank == 0:
             if t == 0:
-                known[_FLOOR], known[_SHIFT] = np.uint64(0), np.uint64(whole - _DIGIT)
+                known[FLOOR], known[SHIFT] = np.uint64(0), np.uint64(whole - DIGIT)
             return
-        stride = n // (SAMPLE // RUN)
-        for i in range(SAMPLE // THREADS):
+        stride, most = n // (SAMPLE // RUN), np.uint64(0)
+        for i in range(each):
             r, j = (i * THREADS + t) // RUN, (i * THREADS + t) % RUN
             first = r * stride + (((r * 2654435769 & 0xFFFFFFFF) * (stride - RUN + 1)) >> 32)
-            keys[i * THREADS + t] = magnitude(value(g, e, m, first + j, f, u))
-        floor, rest = np.uint64(0), whole
-        while rest > 0:
-            digit = min(_DIGIT, rest)
+            keys[i] = magnitude(value(g, e, m, first + j, f, u))
+        for i in range(each):
+            most = max(most, keys[i])
+        most = largest(most, tops)
+        floor, rest, near = np.uint64(0), whole, SAMPLE
+        while rest > 0 and near > _NEAR:
+            digit = min(DIGIT, rest)
             rest -= digit
-            for i in range(t, _BINS, THREADS):
-                counts[i] = 0
+            for i in range(BINS // THREADS):
+                counts[i * THREADS + t] = 0
             sync()
-            for i in range(t, SAMPLE, THREADS):
+            for i in range(each):
                 key = keys[i] >> np.uint64(rest)
                 if key >> np.uint64(digit) == floor:
                     shared_add(counts, np.int64(key & np.uint64((1 << digit) - 1)), np.uint32(1))
             sync()
-            _bin_of_rank(counts, rank, room, found)
-            floor, rank = (floor << np.uint64(digit)) | np.uint64(found[0]), found[1]
-        most = np.uint64(0)
-        for i in range(t, SAMPLE, THREADS):
-            most = max(most, keys[i])
-        sync()
-        keys[0] = floor
-        sync()
-        shared_max(keys, 0, most)
-        sync()
+            bin_of_rank(counts, rank, room, found)
+            floor, rank, near = (floor << np.uint64(digit)) | np.uint64(found[0]), found[1], np.int64(counts[found[0]])
+            sync()
         if t == 0:
-            known[_FLOOR], known[_SHIFT] = floor, np.uint64(max(_bits_in(keys[0] - floor) - _DIGIT, 0))
+            floor = min(floor << np.uint64(rest), magnitude(real(np.inf)))
+            known[FLOOR], known[SHIFT] = floor, np.uint64(max(_bits_in(most - floor) - DIGIT, 0))
 
     return sample
 
 
-def _chunk_collector(wide: str, residual: bool, momentum: bool) -> Any:
-    """A function that a warp collects a chunk with."""
-    real = element(wide)
-
-    @device
-    def collect(g: Any, e: Any, m: Any, scratch: Any, values: Any, indices: Any, chunk: int, n: int, floor: Any, shift: Any, f: Any, u: Any,
-                anew: bool) -> Any:
-        """One chunk, by a warp. ``anew``: for the first time; later gradient and momentum are added up already."""
-        bins, lane = at(scratch, 4 * _BINS * (block() % _SETS), np.uint32), thread() & 31
-        p, left, momenta = cuda.local.array(EACH, real), cuda.local.array(EACH, real), cuda.local.array(EACH, real)
-        bound, count, same, overflow = magnitude(real(np.inf)), 0, 0, False
-        for begin in range(chunk * CHUNK, min((chunk + 1) * CHUNK, n), 32 * EACH):
-            if anew or not residual:
-                fetch(p, g, begin, lane, n)
-                if momentum:
-                    fetch(momenta, m, begin, lane, n)
-            if residual:
-                fetch(left, e, begin, lane, n)
-            if anew:
-                add_up(p, left, momenta, f, u, residual, momentum)
-                if momentum:
-                    keep(m, momenta, begin, lane, n)
-                if residual:
-                    keep(e, p, begin, lane, n)
-            elif residual:
-                for j in range(EACH):
-                    p[j] = left[j]
-            elif momentum:
-                for j in range(EACH):
-                    p[j] = plus(p[j], times(u, momenta[j]))
-            for j in range(EACH):
-                i, key = place(begin, lane, j), magnitude(p[j])
-                hit = i < n and key >= floor
-                word = ballot(hit)
-                if hit:
-                    to = chunk * CHUNK + count + ones(word & np.uint32((1 << lane) - 1))
-                    values[to], indices[to] = p[j], np.uint32(i)
-                count += ones(word)
-        sync_warp()
-        for first in range(lane, count, 32):
-            key = magnitude(values[chunk * CHUNK + first])
-            overflow |= key >= bound
-            if key == floor:
-                same += 1
-            else:
-                atomic_add(bins, _bin(key, floor, shift), np.uint32(1))
-        if same:
-            atomic_add(bins, 0, np.uint32(same))
-        if overflow:
-            atomic_or(at(scratch, _TICKETS, np.int32), _OVERFLOW, np.int32(1))
-        if lane == 0:
-            at(scratch, _CHUNKS, np.uint32)[chunk] = np.uint32(count)
-
-    return collect
-
-
-@device
-def _add_sets(bins: Any, counts: Any) -> None:
-    """One set of bins, of all."""
-    for i in range(thread(), _BINS, THREADS):
-        sum_ = np.uint32(0)
-        for j in range(_SETS):
-            sum_ = np.uint32(sum_ + bins[j * _BINS + i])
-        counts[i] = sum_
-    sync()
-
-
 @functools.cache
 def _collector(wide: str, residual: bool, momentum: bool) -> Kernel:
-    real, whole, collect = element(wide), 8 * element(wide)().itemsize - 1, _chunk_collector(wide, residual, momentum)
+    real, collect = element(wide), chunk_collector(wide, residual, momentum)
 
-    @kernel(addresses=6, integers=2, floats=2, registers=64)
-    def collector(g_: Any, e_: Any, m_: Any, scratch: Any, values_: Any, indices_: Any, n: int, rank: int, factor: float, mu: float) -> None:
+    @kernel(addresses=6, integers=1, floats=2, registers=_MORE if residual or momentum else _PASS)
+    def collector(g_: Any, e_: Any, m_: Any, scratch: Any, values_: Any, indices_: Any, n: int, factor: float, mu: float) -> None:
         g, e, m, values, indices = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(values_, 0, real), at(indices_, 0, np.uint32)
-        bins, known = at(scratch, 0, np.uint32), at(scratch, _KNOWN, np.uint64)
-        counts = cuda.shared.array(_BINS, np.uint32)
-        room = cuda.shared.array(WARPS, np.int32)
-        found = cuda.shared.array(2, np.int64)
-        t, f, u, floor, shift = thread(), real(factor), real(mu), known[_FLOOR], known[_SHIFT]
-        chunks = (n + CHUNK - 1) // CHUNK
-        for chunk in range(block() * WARPS + (t >> 5), chunks, blocks() * WARPS):
-            collect(g, e, m, scratch, values, indices, chunk, n, floor, shift, f, u, True)
-        if not last(at(scratch, _TICKETS, np.int32), _COLLECTED, room):
-            return
-        _add_sets(bins, counts)
-        if _bin_of_rank(counts, rank, room, found) < rank:
-            floor, shift = np.uint64(0), np.uint64(whole - _DIGIT)
-            for i in range(t, _BINS * _SETS, THREADS):
-                bins[i] = 0
-            fence()
-            sync()
-            for chunk in range(t >> 5, chunks, WARPS):
-                collect(g, e, m, scratch, values, indices, chunk, n, floor, shift, f, u, False)
-            fence()
-            sync()
-            _add_sets(bins, counts)
-            _bin_of_rank(counts, rank, room, found)
-        if t == 0:
-            chosen, low, width = found[0], floor, np.uint64(0)
-            if chosen > 0:
-                low += (np.uint64(chosen - 1) << shift) + np.uint64(1)
-                width = np.uint64(whole) if chosen == _BINS - 1 else shift
-            known[_LOW], known[_END], known[_BITS] = low, low + (np.uint64(1) << width), width
-            known[_LEAST], known[_EQUAL] = low, np.uint64(found[1])
+        known, counters, f, u = at(scratch, KNOWN, np.uint64), at(scratch, _CHUNKS, np.uint32), real(factor), real(mu)
+        p, left, momenta = cuda.local.array(EACH, real), cuda.local.array(EACH, real), cuda.local.array(EACH, real)
+        for chunk in range(block() * WARPS + (thread() >> 5), (n + CHUNK - 1) // CHUNK, blocks() * WARPS):
+            count = collect(g, e, m, scratch, values, indices, chunk, n, known[FLOOR], known[SHIFT], f, u, p, left, momenta)
+            if thread() & 31 == 0:
+                counters[chunk] = np.uint32(count)
 
     return collector
 
 
+@functools.cache
+def _chooser(wide: str, residual: bool, momentum: bool) -> Kernel:
+    """By one block, the bin of the k-th largest."""
+    real, whole, collect_rows = element(wide), 8 * element(wide)().itemsize - 1, row_collector(wide, residual, momentum)
+
+    @kernel(addresses=6, integers=2, floats=2)
+    def choose(g_: Any, e_: Any, m_: Any, scratch: Any, values_: Any, indices_: Any, n: int, rank: int, factor: float, mu: float) -> None:
+        g, e, m, values, indices = at(g_, 0, real), at(e_, 0, real), at(m_, 0, real), at(values_, 0, real), at(indices_, 0, np.uint32)
+        bins, known, counters = at(scratch, 0, np.uint32), at(scratch, KNOWN, np.uint64), at(scratch, _CHUNKS, np.uint32)
+        counts = cuda.shared.array(BINS, np.uint32)
+        room = cuda.shared.array(WARPS, np.int32)
+        found = cuda.shared.array(2, np.int64)
+        t, floor, shift = thread(), known[FLOOR], known[SHIFT]
+        add_sets(bins, counts)
+        if bin_of_rank(counts, rank, room, found) < rank:
+            floor, shift = np.uint64(0), np.uint64(whole - DIGIT)
+            for i in range(BINS * SETS // THREADS):
+                bins[i * THREADS + t] = 0
+            fence()
+            sync()
+            for chunk in range(t >> 5, (n + CHUNK - 1) // CHUNK, WARPS):
+                begin = chunk * CHUNK
+                count = collect_rows(g, e, m, scratch, values, indices, begin, begin, min(begin + CHUNK, n), floor, shift, real(factor), real(mu))
+                if t & 31 == 0:
+                    counters[chunk] = np.uint32(count)
+            fence()
+            sync()
+            add_sets(bins, counts)
+            bin_of_rank(counts, rank, room, found)
+        if t == 0:
+            chosen, low, width = found[0], floor, np.uint64(0)
+            if chosen > 0:
+                low += (np.uint64(chosen - 1) << shift) + np.uint64(1)
+                width = np.uint64(whole) if chosen == BINS - 1 else shift
+            known[LOW], known[END], known[BITS] = low, low + (np.uint64(1) << width), width
+            known[LEAST], known[EQUAL] = low, np.uint64(found[1])
+
+    return choose
+
+
 @device
-def _least_of(values: Any, listed: Any, length: int, known: Any, counts: Any, room: Any, found: Any) -> None:
-    """The k-th largest magnitude, from the list."""
-    t, low, rest, prefix, rank = thread(), known[_LOW], np.int64(known[_BITS]), np.uint64(0), np.int64(known[_EQUAL])
+def _least_of(values: Any, listed: Any, length: int, known: Any, near: Any, counts: Any, room: Any, found: Any) -> None:
+    """The k-th largest magnitude, from the list, and ``near``: how much larger than the bin's lowest the first ones of the list are."""
+    t, low, rest, prefix, rank = thread(), known[LOW], np.int64(known[BITS]), np.uint64(0), np.int64(known[EQUAL])
+    places = cuda.local.array(_PART, np.uint32)
+    for j in range(_PART):
+        places[j] = listed[min(j * THREADS + t, length - 1)]
+    for j in range(_PART):
+        near[j * THREADS + t] = magnitude(values[places[j]]) - low
     while rest > 0:
-        digit = min(_DIGIT, rest)
+        digit = min(DIGIT, rest)
         rest -= digit
-        for i in range(t, _BINS, THREADS):
-            counts[i] = 0
+        for i in range(BINS // THREADS):
+            counts[i * THREADS + t] = 0
         sync()
         for i in range(t, length, THREADS):
-            key = (magnitude(values[listed[i]]) - low) >> np.uint64(rest)
+            key = (near[i] if i < _LIST else magnitude(values[listed[i]]) - low) >> np.uint64(rest)
             if key >> np.uint64(digit) == prefix:
                 shared_add(counts, np.int64(key & np.uint64((1 << digit) - 1)), np.uint32(1))
         sync()
-        _bin_of_rank(counts, rank, room, found)
+        bin_of_rank(counts, rank, room, found)
         prefix, rank = (prefix << np.uint64(digit)) | np.uint64(found[0]), found[1]
     if t == 0:
-        known[_LEAST], known[_EQUAL] = low + prefix, np.uint64(rank)
+        known[LEAST], known[EQUAL] = low + prefix, np.uint64(rank)
 
 
 @device
-def _line_up(counts: Any, larger: Any, equals: Any, chunks: int, room: Any) -> None:
-    """From what chunks have to what those before have, of both kinds. Each warp has a part, and goes along it 32 at a time."""
-    lane = thread() & 31
-    part = (chunks + 32 * WARPS - 1) // (32 * WARPS) * 32
-    first = (thread() >> 5) * part
-    behind, sum_, same = min(first + part, chunks), 0, 0
-    for begin in range(first + lane, behind, 32 * EACH):
-        for j in range(EACH):
-            own = counts[min(begin + 32 * j, behind - 1)] if begin + 32 * j < behind else np.uint32(0)
-            sum_ += np.int64(own & np.uint32(0xFFFF))
-            same += np.int64(own >> np.uint32(16))
-    before, _ = scan(sum_, room)
-    earlier, _ = scan(same, room)
-    sum_, same = before - scan_warp(sum_)[0], earlier - scan_warp(same)[0]
-    for begin in range(first, behind, 32):
-        own = np.int64(counts[min(begin + lane, behind - 1)]) if begin + lane < behind else np.int64(0)
-        before, all_ = scan_warp(own & 0xFFFF)
-        earlier, also = scan_warp(own >> 16)
-        if begin + lane < behind:
-            larger[begin + lane], equals[begin + lane] = np.uint32(sum_ + before), np.uint32(same + earlier)
-        sum_ += all_
-        same += also
+def _line_up(both: Any, larger: Any, equals: Any, groups: int, room: Any) -> None:
+    """From what groups have to what those before have, of both kinds."""
+    own = cuda.local.array(4, np.uint32)
+    part = (groups + THREADS - 1) // THREADS
+    begin = min(thread() * part, groups)
+    end, sum_, same = min(begin + part, groups), 0, 0
+    for first in range(begin, end, 4):
+        for j in range(4):
+            own[j] = both[min(first + j, end - 1)]
+        for j in range(4):
+            sum_ += np.int64(own[j] & np.uint32(0xFFFF)) if first + j < end else 0
+            same += np.int64(own[j] >> np.uint32(16)) if first + j < end else 0
+    sum_, _ = scan(sum_, room)
+    same, _ = scan(same, room)
+    for first in range(begin, end, 4):
+        for j in range(4):
+            own[j] = both[min(first + j, end - 1)]
+        for j in range(4):
+            if first + j < end:
+                larger[first + j], equals[first + j] = np.uint32(sum_), np.uint32(same)
+                sum_ += np.int64(own[j] & np.uint32(0xFFFF))
+                same += np.int64(own[j] >> np.uint32(16))
 
 
 @functools.cache
-def _refiner(wide: str) -> Kernel:
+def _lister(wide: str) -> Kernel:
     real = element(wide)
 
-    @kernel(addresses=3, integers=2)
-    def refine(scratch: Any, values_: Any, listed_: Any, n: int, chunks: int) -> None:
+    @kernel(addresses=3, integers=1, registers=_REGISTERS)
+    def make_list(scratch: Any, values_: Any, listed_: Any, chunks: int) -> None:
         values, listed = at(values_, 0, real), at(listed_, 0, np.uint32)
-        known, tickets, counters = at(scratch, _KNOWN, np.uint64), at(scratch, _TICKETS, np.int32), at(scratch, _CHUNKS, np.uint32)
+        known, of_all, counters = at(scratch, KNOWN, np.uint64), at(scratch, COUNTERS, np.int32), at(scratch, _CHUNKS, np.uint32)
+        both = at(scratch, _CHUNKS + 12 * chunks, np.uint32)
+        room = cuda.shared.array(WARPS, np.int32)
+        t, low, end, sought = thread(), known[LOW], known[END], known[BITS] > 0
+        for group in range(block(), (chunks + WARPS - 1) // WARPS, blocks()):
+            chunk, mine = group * WARPS + (t >> 5), 0
+            for i in range(t & 31, np.int64(counters[chunk]) if chunk < chunks else 0, 32):
+                at_ = chunk * CHUNK + i
+                key = magnitude(values[at_])
+                if key >= end:
+                    mine += 1
+                elif key >= low and sought:
+                    listed[np.int64(atomic_add(of_all, LISTED, np.int32(1)))] = np.uint32(at_)
+                elif key >= low:
+                    mine += 1 << 16
+            _, all_ = scan(mine, room)
+            if t == 0:
+                both[group] = np.uint32(all_)
+
+    return make_list
+
+
+@functools.cache
+def _selector(wide: str) -> Kernel:
+    """By one block, the k-th largest, and where each group's begin."""
+    real = element(wide)
+
+    @kernel(addresses=3, integers=1)
+    def select(scratch: Any, values_: Any, listed_: Any, chunks: int) -> None:
+        values, listed, known = at(values_, 0, real), at(listed_, 0, np.uint32), at(scratch, KNOWN, np.uint64)
         larger, equals = at(scratch, _CHUNKS + 4 * chunks, np.uint32), at(scratch, _CHUNKS + 8 * chunks, np.uint32)
         both = at(scratch, _CHUNKS + 12 * chunks, np.uint32)
-        counts = cuda.shared.array(_BINS, np.uint32)
+        counts = cuda.shared.array(BINS, np.uint32)
+        near = cuda.shared.array(_LIST, np.uint64)
         room = cuda.shared.array(WARPS, np.int32)
         found = cuda.shared.array(2, np.int64)
-        t, low, end, sought = thread(), known[_LOW], known[_END], known[_BITS] > 0
-        lane = t & 31
-        for chunk in range(block() * WARPS + (t >> 5), chunks, blocks() * WARPS):
-            many, above, same = np.int64(counters[chunk]), 0, 0
-            for first in range(0, many, 32):
-                at_ = chunk * CHUNK + min(first + lane, many - 1)
-                key, inside = magnitude(values[at_]), first + lane < many
-                above += ones(ballot(inside and key >= end))
-                hit = inside and key >= low and key < end
-                if sought:
-                    if hit:
-                        listed[np.int64(atomic_add(tickets, _LISTED, np.int32(1)))] = np.uint32(at_)
-                else:
-                    same += ones(ballot(hit))
-            if lane == 0:
-                both[chunk] = np.uint32(above + (same << 16))
-        if not last(tickets, _REFINED, room):
-            return
-        if sought:
-            length = np.int64(tickets[_LISTED])
-            _least_of(values, listed, length, known, counts, room, found)
+        if known[BITS] > 0:
+            length = np.int64(at(scratch, COUNTERS, np.int32)[LISTED])
+            _least_of(values, listed, length, known, near, counts, room, found)
+            sync()
+            low, least = known[LOW], known[LEAST]
+            for i in range(thread(), length, THREADS):
+                place_ = np.int64(listed[i])
+                key = near[i] + low if i < _LIST else magnitude(values[place_])
+                if key >= least:
+                    atomic_add(both, place_ // (CHUNK * WARPS), np.uint32(1 if key > least else 1 << 16))
             fence()
             sync()
-            least = known[_LEAST]
-            for i in range(t, length, THREADS):
-                key, chunk = magnitude(values[listed[i]]), np.int64(listed[i]) // CHUNK
-                if key > least:
-                    atomic_add(both, chunk, np.uint32(1))
-                elif key == least:
-                    atomic_add(both, chunk, np.uint32(1 << 16))
-            fence()
-            sync()
-        _line_up(both, larger, equals, chunks, room)
+        _line_up(both, larger, equals, (chunks + WARPS - 1) // WARPS, room)
 
-    return refine
+    return select
 
 
 @functools.cache
 def _sender(wide: str, residual: bool, momentum: bool) -> Kernel:
     real, words = element(wide), element(wide)().itemsize // 4
 
-    @kernel(addresses=6, integers=3)
+    @kernel(addresses=6, integers=3, registers=_REGISTERS)
     def send(e_: Any, m_: Any, wire: Any, scratch: Any, values_: Any, indices_: Any, n: int, chunks: int, count: int) -> None:
         e, m, values, indices = at(e_, 0, real), at(m_, 0, real), at(values_, 0, real), at(indices_, 0, np.uint32)
-        known, sent, halves = at(scratch, _KNOWN, np.uint64), at(wire, 0, np.uint32), at(wire, 4 * count, np.uint32)
+        known, sent, halves = at(scratch, KNOWN, np.uint64), at(wire, 0, np.uint32), at(wire, 4 * count, np.uint32)
         counters, larger = at(scratch, _CHUNKS, np.uint32), at(scratch, _CHUNKS + 4 * chunks, np.uint32)
-        equals = at(scratch, _CHUNKS + 8 * chunks, np.uint32)
-        t, least, equal, overflow = thread(), known[_LEAST], np.int64(known[_EQUAL]), at(scratch, _TICKETS, np.int32)[_OVERFLOW] != 0
+        equals, room = at(scratch, _CHUNKS + 8 * chunks, np.uint32), cuda.shared.array(WARPS, np.int32)
+        t, least, equal, overflow = thread(), known[LEAST], np.int64(known[EQUAL]), at(scratch, COUNTERS, np.int32)[OVERFLOW] != 0
         lane = t & 31
         before = np.uint32((1 << lane) - 1)
-        for chunk in range(block() * WARPS + (t >> 5), chunks, blocks() * WARPS):
-            many, above, same = np.int64(counters[chunk]), np.int64(larger[chunk]), np.int64(equals[chunk])
+        for group in range(block(), (chunks + WARPS - 1) // WARPS, blocks()):
+            chunk, mine = group * WARPS + (t >> 5), 0
+            many = np.int64(counters[chunk]) if chunk < chunks else 0
+            for i in range(lane, many, 32):
+                key = magnitude(values[chunk * CHUNK + i])
+                mine += 1 if key > least else 1 << 16 if key == least else 0
+            _, mine = scan_warp(mine)
+            earlier, _ = scan(mine if lane == 31 else 0, room)      # of the warps before
+            above, same = np.int64(larger[group]) + (earlier & 0xFFFF), np.int64(equals[group]) + (earlier >> 16)
             for first in range(0, many, 32):
                 at_ = chunk * CHUNK + min(first + lane, many - 1)
                 value, inside = values[at_], first + lane < many
@@ -470,9 +417,11 @@ class TopK(DeviceCodec):
         values, indices, listed = (scratch + offset for offset in _places(n)[:3])
         chunks = -(-n // CHUNK)
         wide_grid = grid(-(-chunks // WARPS))
-        _sampler(wide, residual, momentum).launch(1, stream, g, e, m, scratch, n, 0 if n < 4 * SAMPLE or rank > SAMPLE else rank, factor, mu)
-        _collector(wide, residual, momentum).launch(wide_grid, stream, g, e, m, scratch, values, indices, n, count, factor, mu)
-        _refiner(wide).launch(wide_grid, stream, scratch, values, listed, n, chunks)
+        _sampler(wide, residual, momentum).launch(1 + SETS, stream, g, e, m, scratch, n, 0 if n < 4 * SAMPLE or rank > SAMPLE else rank, factor, mu)
+        _collector(wide, residual, momentum).launch(wide_grid, stream, g, e, m, scratch, values, indices, n, factor, mu)
+        _chooser(wide, residual, momentum).launch(1, stream, g, e, m, scratch, values, indices, n, count, factor, mu)
+        _lister(wide).launch(wide_grid, stream, scratch, values, listed, chunks)
+        _selector(wide).launch(1, stream, scratch, values, listed, chunks)
         _sender(wide, residual, momentum).launch(wide_grid, stream, e, m, wire, scratch, values, indices, n, chunks, count)
 
     def decode(self, wide: str, wire: Any, size: int, out: Any, scratch: Any, status: Any, options: Sequence[int], n: int, add: bool,
