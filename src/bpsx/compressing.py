@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -173,6 +174,7 @@ class Compressing:
             self._kept[name] = state, state.get("rank", self._config.rank) == self._config.rank
             for (whose, dtype, nbytes), momentum in list(self._momenta.items()):
                 if whose == name:
+                    momentum.kept[:] = 0
                     self._put_momentum(name, momentum, {"dtype": BY_CODE[dtype].name, "nbytes": nbytes})
             tensor = self._tensor_of(name)
             if tensor is not None:
@@ -219,7 +221,8 @@ class Compressing:
     def check_told(self) -> None:
         """Once a second: whether servers keep what they have been told to."""
         for handle in [h for h in self._told if h.done()]:
-            self._told.remove(handle)
+            with suppress(ValueError):      # another thread waits for it
+                self._told.remove(handle)
             try:
                 handle.wait()
             except BpsxError as e:
