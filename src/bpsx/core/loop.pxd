@@ -8,7 +8,8 @@ from bpsx.core.queue cimport heap_pop
 from bpsx.core.receive cimport pump_in
 from bpsx.core.reduce cimport gone_news, pump_machine, take_early
 from bpsx.core.send cimport pump_out
-from bpsx.core.pool cimport Pool, grow_scratch, work_on
+from bpsx.core.packed cimport grow_scratch
+from bpsx.core.pool cimport Pool, work_on
 from bpsx.core.stage cimport adopt, fail_tensor, finish, give_up, pump_pool, start
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_MEMORY, E_SHUTDOWN, PENDING

@@ -136,6 +136,18 @@ cdef inline bytes state_of(Packed *p, bytes saved):
     return found
 
 
+cdef inline bint grow_scratch(char **scratch, uint64_t *capacity, uint64_t wanted) noexcept nogil:
+    """Have `wanted` bytes of aligned memory to work in, whose content is anything. False when there is none."""
+    if wanted <= capacity[0]:
+        return True
+    free(scratch[0])
+    capacity[0] = (wanted + 4095) & ~(<uint64_t>4095)
+    scratch[0] = <char *>aligned_alloc(64, capacity[0])
+    if scratch[0] == NULL:
+        capacity[0] = 0
+    return scratch[0] != NULL
+
+
 cdef inline double correction(Packed *p, double rate) noexcept nogil:
     """By what the residual is multiplied: the last learning rate over this one, where that is asked for (arXiv 1905.10936)."""
     cdef double factor = 1.0

@@ -2,7 +2,7 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
-from bpsx.core.packed cimport Packed, aligned_alloc, pack, unpack
+from bpsx.core.packed cimport Packed, pack, unpack
 from bpsx.core.partition cimport Lane, Partition, Tensor
 from bpsx.core.queue cimport heap_pop, heap_push
 from bpsx.core.status cimport DONE
@@ -91,14 +91,3 @@ cdef inline void work_on(Partition *p, char *scratch) noexcept nogil:
         pack(packed, p.source, packed.wire, scratch, p.tensor.current.rate, True)
     else:
         p.codec_status = unpack(packed, packed.wire, packed.size, p.target, scratch)
-
-
-cdef inline bint grow_scratch(char **scratch, uint64_t *capacity, uint64_t wanted) noexcept nogil:
-    if wanted <= capacity[0]:
-        return True
-    free(scratch[0])
-    capacity[0] = (wanted + 4095) & ~(<uint64_t>4095)
-    scratch[0] = <char *>aligned_alloc(64, capacity[0])
-    if scratch[0] == NULL:
-        capacity[0] = 0
-    return scratch[0] != NULL

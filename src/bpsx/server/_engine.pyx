@@ -65,7 +65,7 @@ cdef void hold(CLane *lane, Entry *e, uint32_t rank, Message *m, char *body, uin
 
 cdef void add_share(CLane *lane, Entry *e, uint32_t rank, Message *m, char *body, uint64_t length, bint *kept) noexcept nogil:
     if e.packed != NULL:
-        add_packed(e, rank, body, length)
+        add_packed(lane, e, rank, body, length)
     elif e.nbytes and add(e, m, body, lane.workers, kept) != 0:
         e.status = E_MEMORY
 
@@ -458,6 +458,7 @@ cdef class Lane:
             for i in range(self.c.workers):
                 free(self.c.outs[i].frame)
         free(self.c.pending)
+        free(self.c.scratch)
         free(self.c.entries)
         free(self.c.outs)
         free(self.c.gone)

@@ -153,7 +153,7 @@ cdef inline void answer_small(Lane *lane, Entry *e, char *body, uint64_t length)
 cdef inline void answer_packed(Lane *lane, Entry *e) noexcept nogil:
     """Encode the sum, once, and answer with that. Without memory it is lost and counted, which ends the lane and so the job."""
     cdef uint32_t rank
-    cdef char *wire = encode_sum(e)
+    cdef char *wire = encode_sum(lane, e)
     cdef Result *r = NULL
     if wire == NULL:
         lane.dropped += 1

@@ -32,6 +32,8 @@ cdef struct Lane:
     bint asynchronous           # pushes may ask to be added to a value of the lane's
     bint fixed_order
     bint scheduled
+    char *scratch               # for compressed keys, one after the other
+    uint64_t scratch_bytes
     int64_t spin_ns
     Entry **entries             # by slot
     uint32_t n_entries

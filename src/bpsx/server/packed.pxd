@@ -4,8 +4,9 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
-from bpsx.core.packed cimport ALIKE, RATE_BYTES, SLACK, Packed, aligned_alloc, pack
+from bpsx.core.packed cimport ALIKE, RATE_BYTES, SLACK, Packed, grow_scratch, pack
 from bpsx.core.status cimport E_CODEC, E_MEMORY, E_MISMATCH
+from bpsx.server.lane cimport Lane
 from bpsx.server.store cimport Entry, Share
 
 
@@ -25,13 +26,6 @@ cdef inline void fail_for(Entry *e, int status, uint32_t sender, uint32_t other)
     e.detail_b = other
 
 
-cdef inline bint more_scratch(Entry *e) noexcept nogil:
-    free(e.scratch)
-    e.scratch_bytes = e.packed.scratch
-    e.scratch = <char *>aligned_alloc(64, (e.scratch_bytes + 63) & ~(<uint64_t>63))
-    return e.scratch != NULL
-
-
 cdef inline bint compare_counters(Entry *e, const char *body, uint64_t length) noexcept nogil:
     """A push begins with its sender's counter. False if it is too short for that."""
     cdef uint64_t counter = 0
@@ -43,13 +37,13 @@ cdef inline bint compare_counters(Entry *e, const char *body, uint64_t length) n
     return True
 
 
-cdef inline void add_packed(Entry *e, uint32_t sender, char *body, uint64_t length) noexcept nogil:
+cdef inline void add_packed(Lane *lane, Entry *e, uint32_t sender, char *body, uint64_t length) noexcept nogil:
     """Decode a push into the accumulator. What makes no sense fails the round, on all workers: the sum is spoilt."""
     cdef Packed *p = e.packed
     cdef double rate = 0
     if e.acc == NULL:
         e.acc = <char *>malloc(max(p.n * p.wide_itemsize, <uint64_t>1))
-    if e.acc == NULL or p.scratch > e.scratch_bytes and not more_scratch(e):
+    if e.acc == NULL or not grow_scratch(&lane.scratch, &lane.scratch_bytes, p.scratch):
         e.status = E_MEMORY
         return
     if p.corrected:
@@ -67,13 +61,13 @@ cdef inline void add_packed(Entry *e, uint32_t sender, char *body, uint64_t leng
         fail_for(e, E_CODEC, sender, sender)
         return
     memcpy(p.wire, body, length)            # a decoder may read a little further, and a message may end where the memory does
-    if p.decode(p.wire, length, e.acc, <uint8_t *>e.scratch + p.aside, p.options, p.n, e.added > 0) != 0:
+    if p.decode(p.wire, length, e.acc, <uint8_t *>lane.scratch + p.aside, p.options, p.n, e.added > 0) != 0:
         fail_for(e, E_CODEC, sender, sender)
         return
     e.added += 1
 
 
-cdef inline char *encode_sum(Entry *e) noexcept nogil:
+cdef inline char *encode_sum(Lane *lane, Entry *e) noexcept nogil:
     """Divide the sum and encode it. Returns memory for the caller to free, of `e.packed.size` bytes and SLACK; NULL when there is none."""
     cdef Packed *p = e.packed
     cdef uint8_t *wire = <uint8_t *>malloc(p.capacity + SLACK)
@@ -84,5 +78,5 @@ cdef inline char *encode_sum(Entry *e) noexcept nogil:
     if p.counted:
         p.counter = e.counter - 1           # the answer has what was pushed, and `pack` counts on
         p.options[ALIKE] = p.sparse and e.alike
-    pack(p, e.acc, wire, e.scratch, e.rate, False)
+    pack(p, e.acc, wire, lane.scratch, e.rate, False)
     return <char *>wire

@@ -55,8 +55,6 @@ cdef struct Entry:
     Packed *packed
     Kernels *wide_kernels       # of the wide type
     char *acc                   # the sum, elements of the wide type
-    char *scratch
-    uint64_t scratch_bytes
     double rate                 # the learning rate of the open round
     uint64_t counter            # the largest that a push of the open round began with
     bint alike                  # ... and all did
@@ -92,7 +90,6 @@ cdef inline void entry_free(Entry *e) noexcept nogil:
     free(e.wide)
     free(e.value)
     free(e.acc)
-    free(e.scratch)
     packed_free(e.packed)
     free(e)
 
