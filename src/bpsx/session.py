@@ -91,7 +91,8 @@ class Session:
         self._joining = Joining()
         self._link: Link | None = None
         self._near = Neighbourhood(config)
-        self.compressing = Compressing(config, self._near, self._current, remembered)
+        tensors = self._tensors      # knowing the session itself it would keep it alive
+        self.compressing = Compressing(config, self._near, lambda name: tensors[name].tensor if name in tensors else None, remembered)
         self._closed = False
         self._leaving = False
         self._failure = ""
@@ -481,10 +482,6 @@ class Session:
         self._failure = failure
         if self._link is not None and not self._link.leave(failure, self.config.shutdown_timeout):
             log.warning("the scheduler did not answer the goodbye within %g s", self.config.shutdown_timeout)
-
-    def _current(self, name: str) -> Tensor | None:
-        declared = self._tensors.get(name)
-        return None if declared is None else declared.tensor
 
     def _unfinished(self) -> int:
         return int(self._core.outstanding) + sum(len(d.pending) for d in list(self._declared.values()))
