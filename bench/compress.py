@@ -14,12 +14,12 @@ import importlib
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 
 from bench import compress_gpu, end_to_end
+from bench.compress_gpu import Row
 from bench.jobs import progress
 from bench.report import BenchError, Case, median_case
 from bpsx.kernels.codecs import N_OPTIONS, N_STATE, SLACK, codec, load_codec
@@ -31,18 +31,6 @@ _MANY = 16
 _MU = 0.9
 _ENCODE = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 7, ctypes.c_int64, ctypes.c_uint64, ctypes.c_double, ctypes.c_double)
 _DECODE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_int64)
-
-
-class Row(NamedTuple):
-    """One case: what is measured, and the target as a multiple of memcpy's rate, where there is one."""
-
-    case: str
-    compressor: str
-    options: Mapping[str, Any]
-    residual: bool = False
-    momentum: bool = False
-    decode: bool = False
-    target: str | None = None
 
 
 _ONEBIT, _SCALED, _TOPK, _RANDOMK = {}, {"scaling": True}, {"k": 0.01}, {"k": 0.01, "seed": 1}

@@ -27,7 +27,7 @@ _SECTOR = 32
 
 
 class Row(NamedTuple):
-    """One case, and the target as a multiple of the copy's rate, where there is one."""
+    """One case: what is measured, and the target as a multiple of a copy's rate, where there is one. ``compress.py``'s too: there that is memcpy."""
 
     case: str
     compressor: str

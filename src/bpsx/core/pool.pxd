@@ -1,5 +1,5 @@
 # The threads that encode and decode. The driver gives them partitions, most urgent first, and takes them back; nobody holds the GIL.
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport calloc, free
 
 from bpsx.core.packed cimport Packed, pack, unpack

@@ -53,17 +53,6 @@ def bits(typingctx: Any, x: types.Type) -> Any:
 
 
 @intrinsic
-def unbits(typingctx: Any, x: types.Type) -> Any:
-    """The float that has these bits (uint32: float32, uint64: float64)."""
-    result = {types.uint32: types.float32, types.uint64: types.float64}[x]
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        return builder.bitcast(args[0], context.get_value_type(result))
-
-    return result(x), codegen
-
-
-@intrinsic
 def width(typingctx: Any, pointer: types.CPointer) -> Any:
     """How many bytes an element has that ``pointer`` points to."""
     size = pointer.dtype.bitwidth // 8
