@@ -14,6 +14,7 @@ from bpsx.arguments import check_flag, check_handle, check_name, check_priority,
 from bpsx.compression import NONE as NOT_COMPRESSED
 from bpsx.compression import Compression, compression
 from bpsx.config import is_set
+from bpsx.devices import Streams
 from bpsx.session import Session
 from bpsx.torchrun import Store, init, resume
 
@@ -38,6 +39,9 @@ class TensorView(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     owner: object
+    #: On which GPU it is, by CUDA's count; -1: none. Then ``streams`` gives the stream on which the calling thread works.
+    gpu: int = -1
+    streams: Streams | None = None
 
 
 def proof(purpose: str, *parts: bytes | str | int) -> bytes | None:

@@ -1,37 +1,16 @@
 """The worker's side of the native core; see ``_core.pyx``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
 
+from bpsx._tensor import Tensor
+from bpsx.local._cuda import Gpu
+
 # Memory to read or write: a C-contiguous buffer, or (address, bytes) kept alive by `owner`.
 _Memory: TypeAlias = Buffer | tuple[int, int]
 
-
-class Tensor:
-    """A declared tensor: its partitions with key, lane and slot. Immutable; any thread."""
-
-    def __init__(
-        self, name: str, dtype: int, parts: Sequence[tuple[int, int, int, int, int]], stages: bytes, generation: int = 0,
-        codec: str = "", made: Sequence[object] = (),
-    ) -> None:
-        """``parts``: (key, lane, slot, offset, length) each, a list; offset and length in bytes. ``codec``: how it is compressed, for servers;
-        ``made``: a :class:`bpsx.compression.Made` for each partition."""
-    @property
-    def name(self) -> str: ...
-    @property
-    def generation(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def busy(self) -> bool:
-        """Whether a push_pull of it is under way, as far as the driver knows."""
-    def state(self, saved: list[bytes] | None = None) -> list[bytes]:
-        """What is kept of each compressed partition, once it is what ``saved`` says, if that is given. Not while it is :attr:`busy`."""
-    @property
-    def server_bytes(self) -> int:
-        """How many bytes say what the servers keep of it."""
 
 class Handle:
     """One push_pull under way. Thread-safe."""
@@ -69,20 +48,27 @@ class Core:
     @property
     def outstanding(self) -> int:
         """push_pulls under way."""
+    @property
+    def unsettled(self) -> int:
+        """The same, and those that are done while the GPU is still at them, or the transport."""
     def greet(self, deadline_s: float, addresses: Sequence[str] = (), secret: bytes = b"") -> list[int]:
         """Ask every lane whether it is there and knows ``secret``; returns those that did not answer rightly in time. Before :meth:`start`."""
+    def open_gpu(self, gpu: Gpu, group: int = 1) -> None:
+        """Let the core use a GPU, before the first tensor on it. ``group``: collectives that go together at most."""
     def open_pool(self, threads: int) -> None:
         """Start the threads that compress, before the first tensor that is compressed. Idempotent."""
     def start(self) -> None:
         """Start the background thread."""
     def submit(
         self, tensor: Tensor, input: _Memory | None, output: _Memory, *, divisor: int = 1, broadcast: bool = False, asynchronous: bool = False,
-        priority: int = 0, will_wait: bool = False, rate: float = 0.0, owner: object = None, result: object = None,
+        priority: int = 0, will_wait: bool = False, rate: float = 0.0, owner: object = None, result: object = None, gpu: Gpu | None = None,
+        streams: Callable[[], int] | None = None,
     ) -> Handle:
         """Push ``input`` (None: nothing) and pull into ``output``. ``divisor`` is the root's rank for a broadcast."""
     def prepare(
         self, name: str, nbytes: int, input: _Memory | None, output: _Memory, *, divisor: int = 1, broadcast: bool = False,
         asynchronous: bool = False, priority: int = 0, rate: float = 0.0, keeps: bool = False, owner: object = None, result: object = None,
+        gpu: Gpu | None = None, streams: Callable[[], int] | None = None,
     ) -> Handle:
         """A handle for a tensor without a place; then :meth:`release` or :meth:`end`. Raises :class:`ValueError` for a wrong size."""
     def release(self, handle: Handle, tensor: Tensor, will_wait: bool = False) -> None:

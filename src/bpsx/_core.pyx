@@ -1,10 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 """The worker's side of the native core, as Python sees it.
 
-:class:`Core` runs the state machine of all partitions over one transport endpoint; :class:`Tensor` is what a name was declared as;
-:class:`Handle` is one push_pull under way. The work is done in ``core/*.pxd`` without the GIL; this file only hands over.
+:class:`Core` runs the state machine of all partitions over one transport endpoint; :class:`Handle` is one push_pull under way. The work is done in ``core/*.pxd`` without the GIL; this file only hands over.
 """
-import os
 import threading
 
 cimport cython
@@ -14,82 +12,32 @@ from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy, memmove, memset
+from libc.string cimport memmove, memset
 
-from bpsx.core.header cimport MAX_CODEC_BYTES, MAX_NAME_BYTES, NONCE_BYTES, PROOF_BYTES
+from bpsx.core.device cimport Device
+from bpsx.core.gpu cimport forget_gpu, prepare_gpu
+from bpsx.core.greeting cimport ask_lanes, silent_lanes
 from bpsx.core.machine cimport Machine as CMachine
-from bpsx.core.loop cimport background, busy_ns, codec_thread, kick, submit, wait_for
-from bpsx.core.packed cimport server_state_bytes, state_of
-from bpsx.core.partition cimport MAX_STAGES, Lane, Task, Tensor as CTensor
-from bpsx.core.parts cimport free_parts, make_parts
+from bpsx.core.loop cimport background, codec_thread, kick, submit, wait_for
+from bpsx.core.partition cimport Lane, Task
 from bpsx.core.pool cimport pool_free, pool_new, pool_stop
-from bpsx.core.receive cimport pump_in
-from bpsx.core.send cimport send_ping
-from bpsx.core.state cimport Core as CCore
-from bpsx.core.status cimport DONE, E_SHUTDOWN, PENDING
+from bpsx.core.report cimport counters_of, gauges_of
+from bpsx.core.state cimport USER_STREAMS, Core as CCore
+from bpsx.core.status cimport DONE, E_DEVICE, E_SHUTDOWN, PENDING
 from bpsx.core.sync cimport (
     atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock, wait_until,
 )
 from bpsx.core.watch cimport Watch
+from bpsx._tensor cimport Tensor
 from bpsx.transports.abi cimport Endpoint
 
 from bpsx import errors
-from bpsx.secret import lane_proof
 
 cdef extern from "<unistd.h>" nogil:
     int getpid()
 
 # How long a wait stays without the GIL before it looks for signals (Ctrl-C).
 cdef int64_t SLICE_NS = 200_000_000
-
-
-cdef class Tensor:
-    """A declared tensor: its partitions with key, lane and slot. Immutable once made; made by one thread, used by any."""
-    cdef CTensor c
-    cdef bytes encoded, codec
-    cdef list made              # what keeps compiled codecs alive
-    cdef readonly str name
-    cdef readonly uint32_t generation
-    cdef readonly uint64_t nbytes
-    cdef str failure            # why every push_pull of it fails, if it does
-
-    def __cinit__(self, str name, int dtype, list parts, bytes stages, uint32_t generation=0, str codec="", made=()):
-        """``parts``: a list of (key, lane, slot, offset, length), bytes; ``stages``: codes from ``pipeline.py``; ``generation``: which
-        declaration of the name this is. ``codec``: how it is compressed, as servers are told, and ``made``: a :class:`bpsx.compression.Made` for
-        each partition, if it is."""
-        cdef size_t i
-        if len(stages) >= MAX_STAGES:
-            raise ValueError(f"{len(stages)} stages; at most {MAX_STAGES - 1} are allowed")
-        self.name, self.generation, self.codec = name, generation, codec.encode()
-        if len(self.codec) > MAX_CODEC_BYTES:
-            raise ValueError(f"tensor {name!r}: {len(self.codec)} bytes say how it is compressed; at most {MAX_CODEC_BYTES} are allowed")
-        self.c.codec, self.c.codec_bytes = self.codec, len(self.codec)
-        self.made = list(made)
-        self.encoded = name.encode()[:MAX_NAME_BYTES]
-        self.c.name, self.c.name_bytes = self.encoded, len(self.encoded)
-        self.c.dtype = dtype
-        self.c.status = DONE
-        for i in range(len(stages)):
-            self.c.stages[i] = stages[i]
-        self.nbytes = make_parts(&self.c, parts, self.made)
-
-    def __dealloc__(self):
-        free_parts(&self.c)
-
-    @property
-    def busy(self) -> bool:
-        """Whether a push_pull of it is under way, as far as the driver knows."""
-        return self.c.current != NULL
-
-    def state(self, list saved=None) -> list:
-        """What is kept of each compressed partition, as bytes (core/packed.pxd), once it is what ``saved`` says, if that is given. Not while it
-        is :attr:`busy`. Raises :class:`ValueError` for bytes of another length."""
-        return [state_of(self.c.parts[i].packed, saved[i] if saved else None) for i in range(self.c.n_parts)]
-
-    @property
-    def server_bytes(self) -> int:
-        """How many bytes say what the servers keep of it: what :meth:`Core.prepare` with ``keeps`` moves."""
-        return sum([server_state_bytes(self.c.parts[i].packed) for i in range(self.c.n_parts)])
 
 
 cdef class Handle:
@@ -104,11 +52,15 @@ cdef class Handle:
     cdef Py_buffer view_in, view_out
     cdef bint has_in, has_out
     cdef str failure
+    cdef object gpu, streams    # on a GPU: which, and a function that gives the current stream
     cdef readonly str name
     cdef public object result
 
     def __dealloc__(self):
         self._release_buffers()
+        if self.gpu is not None:
+            self.gpu.give(<uintptr_t>self.task.ready)
+            self.gpu.give(<uintptr_t>self.task.over)
 
     cdef void _release_buffers(self):
         if self.has_in:
@@ -144,6 +96,8 @@ cdef class Handle:
         self.core.reap()
         if self.task.status < 0:
             raise self.core._error(self)
+        if self.gpu is not None:
+            self.gpu.wait(self.streams(), <uintptr_t>self.task.over)
         return self.result
 
     cdef _between_slices(self, int64_t end):
@@ -163,7 +117,7 @@ cdef class Handle:
 cdef class Core:
     """The state machine of a worker's partitions over one endpoint. Owned by the session; all methods are thread-safe."""
     cdef CCore c
-    cdef object endpoint, capsule, thread, machine, watch
+    cdef object endpoint, capsule, thread, machine, watch, gpu
     cdef readonly int pid       # who made it: a forked child must not touch the parent's sockets
     cdef set tensors
     cdef list workers           # the pool's threads
@@ -202,25 +156,18 @@ cdef class Core:
             raise MemoryError("no memory for the lanes")
         self.tensors = set()
 
+    def open_gpu(self, gpu not None, uint32_t group=1) -> None:
+        """Let the core use a :class:`bpsx.local._cuda.Gpu`, before the first tensor on it. ``group``: collectives that go together at most."""
+        self.gpu = gpu
+        prepare_gpu(&self.c, <Device *>PyCapsule_GetPointer(gpu.abi(), b"bpsx.Device"), group)
+
     def greet(self, deadline_s: float, addresses=(), bytes secret=b"") -> list:
         """Ask every lane whether it is there and knows ``secret``; returns the lanes that did not answer, or not rightly, in time. Before
         :meth:`start`; may be called again to go on waiting. ``addresses``: of the lanes, as they know them themselves."""
-        cdef bytes nonce, proof
-        cdef int64_t end = now_ns() + <int64_t>(deadline_s * 1e9)
-        cdef uint32_t i
         if not self.greeted:
             self.greeted = True
-            for i in range(self.c.n_lanes):
-                nonce = os.urandom(NONCE_BYTES)
-                proof = lane_proof(secret, self.c.job, addresses[i], nonce)
-                memcpy(self.c.lanes[i].proof, <char *>proof, PROOF_BYTES)
-                send_ping(&self.c, i, nonce)
-        while self.c.n_ready < self.c.n_lanes and now_ns() < end:
-            with nogil:
-                if pump_in(&self.c) == 0:
-                    self.c.endpoint.wait(self.c.endpoint.self, 50)
-            PyErr_CheckSignals()
-        return [i for i in range(self.c.n_lanes) if not self.c.lanes[i].ready]
+            ask_lanes(&self.c, addresses, secret)
+        return silent_lanes(&self.c, now_ns() + <int64_t>(deadline_s * 1e9))
 
     def start(self) -> None:
         """Start the background thread, which drives whenever no caller does."""
@@ -246,19 +193,19 @@ cdef class Core:
             background(&self.c)
 
     def submit(self, Tensor tensor not None, input, output, *, uint32_t divisor=1, bint broadcast=False, bint asynchronous=False,
-               int priority=0, bint will_wait=False, double rate=0, owner=None, result=None) -> Handle:
+               int priority=0, bint will_wait=False, double rate=0, owner=None, result=None, gpu=None, streams=None) -> Handle:
         """Push ``input`` and pull into ``output``: C-contiguous buffers, or pairs (address, bytes) kept alive by ``owner``.
 
         ``input`` None pushes nothing (a broadcast's receivers). ``divisor`` is the root's rank for a broadcast.
         ``asynchronous``: add to the servers' value and get that, or, for a broadcast, set it. ``rate``: the learning rate, for compression.
         """
         handle = self.prepare(tensor.name, tensor.nbytes, input, output, divisor=divisor, broadcast=broadcast,
-                              asynchronous=asynchronous, priority=priority, rate=rate, owner=owner, result=result)
+                              asynchronous=asynchronous, priority=priority, rate=rate, owner=owner, result=result, gpu=gpu, streams=streams)
         self.release(handle, tensor, will_wait)
         return handle
 
     def prepare(self, str name, uint64_t nbytes, input, output, *, uint32_t divisor=1, bint broadcast=False, bint asynchronous=False,
-                int priority=0, double rate=0, bint keeps=False, owner=None, result=None) -> Handle:
+                int priority=0, double rate=0, bint keeps=False, owner=None, result=None, gpu=None, streams=None) -> Handle:
         """A handle for a tensor that has not been placed yet; :meth:`release` sets it off, :meth:`end` ends it. ``keeps``: ask for, or
         with ``input`` set, what servers keep of it, compressed as it is."""
         cdef Handle handle = Handle.__new__(Handle)
@@ -290,10 +237,18 @@ cdef class Core:
             if <uint64_t>handle.view_in.len != nbytes:
                 raise ValueError(f"{name!r}: input has {handle.view_in.len} bytes, {nbytes} expected")
         handle.task.handle = <void *>handle
+        if gpu is not None:
+            handle.gpu, handle.streams, handle.task.on_gpu = gpu, streams, True
+            handle.task.ready, handle.task.over = <void *><uintptr_t>gpu.event(), <void *><uintptr_t>gpu.event()
+            stream = streams()
+            gpu.record(<uintptr_t>handle.task.ready, stream)
+            handle.task.stream = stream // 64 % USER_STREAMS
         return handle
 
     def release(self, Handle handle not None, Tensor tensor not None, bint will_wait=False) -> None:
         """Hand a prepared handle to the driver."""
+        if handle.gpu is not None:
+            tensor.put_on(handle.gpu)
         handle.tensor = tensor
         handle.task.tensor = &tensor.c
         self.tensors.add(tensor)        # the core refers to it for the rest of its life
@@ -303,10 +258,18 @@ cdef class Core:
 
     def copy_through(self, Handle handle not None, uint64_t nbytes) -> None:
         """What a push_pull is with a single worker: input to output, done."""
-        if handle.task.input != NULL and handle.task.input != handle.task.output:
+        if handle.gpu is not None:
+            self._copy_on_gpu(handle, nbytes)
+        elif handle.task.input != NULL and handle.task.input != handle.task.output:
             memmove(handle.task.output, handle.task.input, nbytes)
         self.c.counters.tasks += 1
         self.end(handle, DONE, None)
+
+    cdef _copy_on_gpu(self, Handle handle, uint64_t nbytes):
+        stream = handle.streams()
+        if handle.task.input != NULL and handle.task.input != handle.task.output and nbytes:
+            handle.gpu.copy(<uintptr_t>handle.task.output, <uintptr_t>handle.task.input, nbytes, stream)
+        handle.gpu.record(<uintptr_t>handle.task.over, stream)
 
     def end(self, Handle handle not None, int status, str detail) -> None:
         """End a prepared handle that was never released."""
@@ -352,7 +315,8 @@ cdef class Core:
         """Why the core has failed, or an empty string."""
         if not self.c.failed:
             return ""
-        return self.failure or errors.explain(<int>self.c.failed, "", 0, 0)
+        from_gpu = self.gpu.failure if self.gpu is not None and self.c.failed == E_DEVICE else ""
+        return self.failure or from_gpu or errors.explain(<int>self.c.failed, "", 0, 0)
 
     def know(self, Tensor tensor not None) -> None:
         """Learn of a tensor that the machine's other processes push, without pushing it."""
@@ -369,6 +333,22 @@ cdef class Core:
         """push_pulls under way."""
         return atomic_load(&self.c.outstanding)
 
+    @property
+    def unsettled(self) -> int:
+        """The same, and those that are done while the GPU is still at them, or the transport."""
+        cdef Task *task
+        if self.gpu is None:
+            return self.outstanding
+        self.reap()
+        lock(&self.c.monitor)
+        found = self.c.outstanding
+        task = self.c.reap_first
+        while task != NULL:
+            found += 1
+            task = task.next
+        unlock(&self.c.monitor)
+        return found
+
     def waiting(self, age_s: float) -> list:
         """Tensors whose push_pull needs the other workers and is older than ``age_s`` seconds, the oldest first:
         [(name, generation, round, seconds)]."""
@@ -382,22 +362,12 @@ cdef class Core:
         return sorted(found, key=lambda item: -item[3])
 
     def gauges(self) -> dict:
-        """What is under way: push_pulls, partitions that wait to be sent, bytes handed to the transport and not written out yet."""
-        cdef uint32_t i
-        queued, in_flight = 0, 0
-        for i in range(self.c.n_lanes):     # a glance while the driver works
-            queued += self.c.lanes[i].size
-            in_flight += atomic_load(&self.c.lanes[i].in_flight)
-        return {"outstanding": atomic_load(&self.c.outstanding), "queued": queued, "in_flight": in_flight}
+        """See :func:`bpsx.core.report.gauges_of`."""
+        return gauges_of(&self.c)
 
     def counters(self) -> dict:
-        """What has been moved so far: bytes, messages, completed push_pulls."""
-        return {
-            "push_pulls": self.c.counters.tasks, "tensor_bytes": self.c.counters.bytes,
-            "bytes_sent": self.c.counters.sent, "bytes_received": self.c.counters.received,
-            "messages_sent": self.c.counters.messages_out, "messages_received": self.c.counters.messages_in,
-            "malformed": self.c.counters.malformed, "busy_ns": busy_ns(&self.c),
-        }
+        """See :func:`bpsx.core.report.counters_of`."""
+        return counters_of(&self.c)
 
     def close(self) -> None:
         """End what is under way with :class:`ShutdownError`, stop the thread. Close the endpoint *after* this. Idempotent."""
@@ -440,6 +410,7 @@ cdef class Core:
             free(self.c.lanes[i].heap)
         free(self.c.lanes)
         free(self.c.table)
+        forget_gpu(&self.c)
         pool_free(self.c.pool)
         monitor_destroy(&self.c.monitor)
 
@@ -463,7 +434,7 @@ cdef class Core:
         dropped = []
         while task != NULL:
             following = task.next
-            if atomic_load(&task.wire):
+            if atomic_load(&task.wire) or task.over != NULL and not (<Handle>task.handle).gpu.come(<uintptr_t>task.over):
                 task.next = kept
                 kept = task
             else:
@@ -492,6 +463,8 @@ cdef class Core:
         detail = handle.failure if handle.failure is not None or handle.tensor is None else handle.tensor.failure
         if detail is None and self.c.failed == status:
             detail = self.failure
+        if detail is None and status == E_DEVICE and self.gpu is not None:
+            detail = self.gpu.failure or None
         if detail is None:
             detail = errors.explain(status, handle.name, handle.task.detail_a, handle.task.detail_b,
                                     "" if handle.tensor is None else handle.tensor.codec.decode())

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bpsx._core import Core, Handle, Tensor
+from bpsx._core import Core, Handle
+from bpsx._tensor import Tensor
 from bpsx.compression import FLOATS, NONE, Compression, Momentum, check_fits, effective, make, stream, warm
 from bpsx.config import Config
 from bpsx.dtypes import BY_CODE
@@ -90,7 +91,7 @@ class Compressing:
         return None if given is None else effective(given, BY_CODE[dtype].name, nbytes, self._config.min_compress_bytes)
 
     def with_momentum(
-        self, name: str, dtype: int, nbytes: int, used: Compression | None, source: Any, owner: object,
+        self, name: str, dtype: int, nbytes: int, used: Compression | None, source: Any, owner: object, on_gpu: bool = False,
     ) -> tuple[Any, object]:
         """What to push for ``source``, as :meth:`Core.prepare` takes it, and what keeps it alive.
 
@@ -102,6 +103,8 @@ class Compressing:
         later = self._config.distributed and self._near.place is Place.DIRECT and used is given
         if given is None or not given.momentum or later or kind.name not in FLOATS:
             return source, owner
+        if on_gpu:
+            raise ConfigError(f"{name!r}: momentum={given.momentum!r} of a tensor on a GPU that is not compressed itself")
         key = name, dtype, nbytes
         if key not in self._momenta:
             self._momenta[key] = Momentum(kind.name, nbytes // kind.itemsize)
@@ -123,14 +126,14 @@ class Compressing:
     ) -> Tensor:
         """What the core knows of a declared name. Only who speaks to servers compresses."""
         given = used if self._near.has_lanes else None
-        stages = stages_for("cpu", given is not None, self._near.place)
+        stages, on_gpu = (stages_for(device, given is not None, self._near.place) for device in ("cpu", "gpu"))
         if given is None:
-            return Tensor(name, dtype, parts, stages, generation, "" if used is None else used.text())
+            return Tensor(name, dtype, parts, stages, generation, "" if used is None else used.text(), on_gpu=on_gpu)
         self.core.open_pool(self._config.compress_threads)
         if self._near.place is not Place.DIRECT:    # each process has added it to its own share
             given = replace(given, momentum="")
         made = [make(given, BY_CODE[dtype].name, length, stream(name.encode(), i), self._near.sender) for i, (*_, length) in enumerate(parts)]
-        tensor = Tensor(name, dtype, parts, stages, generation, given.text(), made)
+        tensor = Tensor(name, dtype, parts, stages, generation, given.text(), made, on_gpu)
         lengths = [length for *_, length in parts]
         self._meanings[tensor] = {"dtype": BY_CODE[dtype].name, "nbytes": sum(lengths), "codec": given.text(), "lengths": lengths}
         self._put(tensor)

@@ -17,7 +17,7 @@ from typing import Any
 
 from bpsx import secret
 from bpsx.errors import ConfigError
-from bpsx.values import FLAG, blacklist, choice, cpu_lists, flag, host_port, integer, modules, number
+from bpsx.values import FLAG, blacklist, choice, cpu_lists, flag, host_port, integer, modules, number, ranks
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def _default_compressors() -> int:
 
 
 _JOB, _TUNE, _FAIL, _LOG, _SEE, _TRUST = "Job", "Tuning", "Failure", "Logging and files", "Seeing", "Security"
-_LAUNCH = "Launcher"
+_LAUNCH, _GPU = "Launcher", "GPUs"
 
 OPTIONS: tuple[Option, ...] = (
     Option("role", "DMLC_ROLE", choice(*_ROLES), None, " | ".join(_ROLES), "What this process is.", _JOB),
@@ -118,6 +118,16 @@ OPTIONS: tuple[Option, ...] = (
     Option("compressors", "BPSX_COMPRESSORS", modules, "", "names of Python modules, comma separated",
            "Compressors from outside the package: workers and servers import these when they start. The same on all. See CONTRIBUTING.md.",
            _TUNE),
+    Option("reduce_roots", "BYTEPS_REDUCE_ROOTS", ranks, (), "local ranks, comma separated",
+           "GPUs of a machine to which NCCL reduces, by turns, and which copy to the host. Default: each copies a part of every tensor. The same on "
+           "all processes of a machine; not with BYTEPS_PCIE_SWITCH_SIZE.", _GPU),
+    Option("switch_size", "BYTEPS_PCIE_SWITCH_SIZE", integer(1, 65535), None, "1..BYTEPS_LOCAL_SIZE, of which it is a divisor",
+           "GPUs of a machine that reduce among themselves, by neighbouring local ranks; the CPU adds their sums. Default: by topology, all if NVLink "
+           "joins them. The same on all processes of a machine.", _GPU),
+    Option("nccl_group", "BYTEPS_NCCL_GROUP_SIZE", integer(1, 256), 4, "1..256",
+           "NCCL's collectives that are due together and are queued at once, at most.", _GPU),
+    Option("nccl_rings", "BYTEPS_NCCL_NUM_RINGS", integer(0, 64), 0, "0..64; 0: NCCL decides",
+           "Channels of NCCL's communicator at least: each takes a multiprocessor of the GPU.", _GPU),
     Option("keep_memory", "BPSX_KEEP_MEMORY_MB", integer(0, 2**20), 256, "MiB; 0: leave malloc alone",
            "Let malloc keep this much freed memory instead of returning it: fresh pages for every message cost a fifth of the rate.", _TUNE),
     Option("rendezvous_timeout", "BPSX_RENDEZVOUS_TIMEOUT", number(0.1), 300.0, "seconds",
@@ -211,8 +221,7 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
 NOT_USED = frozenset((
     "BYTEPS_GLOBAL_RANK", "BYTEPS_ORDERED_HOSTS", "BYTEPS_OMP_THREAD_PER_GPU",
     "BYTEPS_ENABLE_MIXED_MODE", "BYTEPS_MIXED_MODE_BOUND",
-    "BYTEPS_SERVER_ENGINE_BLOCKING", "BYTEPS_NCCL_GROUP_SIZE", "BYTEPS_NCCL_NUM_RINGS",
-    "BYTEPS_PCIE_SWITCH_SIZE", "BYTEPS_REDUCE_ROOTS", "BYTEPS_ENABLE_IPC", "BYTEPS_ADDRESS_POOL_SIZE", "BYTEPS_IPC_COPY_NUM_THREADS",
+    "BYTEPS_SERVER_ENGINE_BLOCKING", "BYTEPS_ENABLE_IPC", "BYTEPS_ADDRESS_POOL_SIZE", "BYTEPS_IPC_COPY_NUM_THREADS",
     "BYTEPS_IPC_ENABLE_ASYNC_COPY", "BYTEPS_PRINT_RDMA_LOG", "BYTEPS_RDMA_MAX_CONCURR_WR", "BYTEPS_RDMA_RX_DEPTH",
     "BYTEPS_RDMA_START_DEPTH", "BYTEPS_UCX_ERRH_ENABLE", "BYTEPS_UCX_FORCE_REQ_ORDER", "BYTEPS_UCX_QUEUE_SENDS",
     "BYTEPS_UCX_RECONNECT_TMO", "BYTEPS_UCX_SHORT_THRESH", "BYTEPS_ZMQ_MAX_SOCKET",
@@ -298,8 +307,18 @@ class Config:
             yield f"DMLC_NUM_WORKER x BYTEPS_LOCAL_SIZE = {self.size} workers: at most {MOST_WORKERS} are possible"
         if (self.worker_id or 0) >= self.num_worker:
             yield f"DMLC_WORKER_ID={self.worker_id}: allowed are 0..{self.num_worker - 1} (DMLC_NUM_WORKER={self.num_worker})"
+        yield from self._gpu_faults()
         if self.local_rank >= self.local_size:
             yield f"BYTEPS_LOCAL_RANK={self.local_rank}: allowed are 0..{self.local_size - 1} (BYTEPS_LOCAL_SIZE)"
+
+    def _gpu_faults(self) -> Iterable[str]:
+        if self.reduce_roots and self.switch_size is not None:
+            yield "BYTEPS_REDUCE_ROOTS and BYTEPS_PCIE_SWITCH_SIZE are two ways to do one thing: set one of them"
+        for root in self.reduce_roots:
+            if root >= self.local_size:
+                yield f"BYTEPS_REDUCE_ROOTS: there is no local rank {root}; allowed are 0..{self.local_size - 1} (BYTEPS_LOCAL_SIZE)"
+        if self.switch_size is not None and self.local_size % self.switch_size:
+            yield f"BYTEPS_PCIE_SWITCH_SIZE={self.switch_size}: must be a divisor of BYTEPS_LOCAL_SIZE={self.local_size}"
 
     def faults(self) -> Iterable[str]:
         """What does not fit together for this role, one text each. Without a role: what fits none."""

@@ -67,6 +67,10 @@ class KernelError(BpsxError, RuntimeError):
     """The code that sums an element type could not be compiled or loaded. The process that sums says why in its log."""
 
 
+class DeviceError(BpsxError, RuntimeError):
+    """A GPU or NCCL failed. Says which call, and what the library says."""
+
+
 #: Status code of the core (``core/status.pxd``) -> exception, and what to say if nothing more is known.
 STATUS: dict[int, tuple[type[BpsxError], str]] = {
     -1: (PeerLostError, "a peer was lost"),
@@ -81,6 +85,7 @@ STATUS: dict[int, tuple[type[BpsxError], str]] = {
     -10: (KernelError, "the code that sums this element type could not be loaded; the log of this machine's largest local rank says why"),
     -11: (ProtocolError, "what was compressed does not decode"),
     -12: (ConfigError, "a server does not know how this tensor is compressed"),
+    -13: (DeviceError, "the GPU failed"),
 }
 
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from bpsx.compression import FLOATS
 from bpsx.config import Config
 from bpsx.dtypes import BY_CODE, BY_NAME
 from bpsx.errors import ConfigError
@@ -26,8 +27,8 @@ class Neighbourhood:
         self.place = Place.DIRECT
         self.machine: Machine | None = None
         if config.shares_machine:
-            root = Place.ROOT if config.servers else Place.ONLY_ROOT
-            self.place = root if config.local_rank == config.local_size - 1 else Place.MEMBER
+            root, member = (Place.ROOT, Place.MEMBER) if config.servers else (Place.ONLY_ROOT, Place.ONLY_MEMBER)
+            self.place = root if config.local_rank == config.local_size - 1 else member
 
     @property
     def has_lanes(self) -> bool:
@@ -41,21 +42,24 @@ class Neighbourhood:
 
     def kernels_loading(self) -> contextlib.AbstractContextManager[None]:
         """Compile what the machine's root adds with while the others are still coming: see :func:`bpsx.kernels.loading`."""
-        if self.place in (Place.DIRECT, Place.MEMBER):
+        if self.place in (Place.DIRECT, Place.MEMBER, Place.ONLY_MEMBER):
             return contextlib.nullcontext()
         return loading(BY_NAME["float32"].code)
 
     def open_endpoint(self) -> Endpoint | QuietEndpoint:
         """What this process sleeps on, and sends by if it speaks to servers. Raises :class:`~bpsx.errors.TransportError`."""
-        return QuietEndpoint() if self.place is Place.MEMBER else open_endpoint(self._config)
+        return QuietEndpoint() if self.place in (Place.MEMBER, Place.ONLY_MEMBER) else open_endpoint(self._config)
 
     def meet(self, job: int, wake: int, look: Callable[[], None]) -> None:
         """Come together with the machine's other processes, if there are any: see :func:`bpsx.local.meeting.meet`."""
         if self.place is not Place.DIRECT:
             self.machine = meet(self._config, job, wake, not self._config.servers, look)
 
-    def check_average(self, name: str, dtype: int, divisor: int) -> None:
+    def check_average(self, name: str, dtype: int, divisor: int, on_gpu: bool) -> None:
         """Refuse averages that would be wrong. Raises :class:`~bpsx.errors.ConfigError`."""
+        if on_gpu and self.place in (Place.ONLY_ROOT, Place.ONLY_MEMBER) and divisor > 1 and BY_CODE[dtype].name not in FLOATS:
+            raise ConfigError(f"{name!r}: NCCL adds the GPUs of one machine, and cannot average {BY_CODE[dtype].name}: sum it (average=False) and "
+                              "divide, or use a float type")
         if self.place is not Place.DIRECT and self._config.servers and divisor > 1 and BY_CODE[dtype].itemsize == 1:
             raise ConfigError(f"{name!r}: {BY_CODE[dtype].name} cannot be averaged over machines with several processes: their sums would "
                               "wrap first; sum it (average=False), use a wider type, or set BPSX_LOCAL_REDUCE=0")

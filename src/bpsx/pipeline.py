@@ -30,8 +30,12 @@ class Place(Enum):
     MEMBER = "gives its share to the machine's root"
     ROOT = "adds the machine's shares and speaks to the servers"
     ONLY_ROOT = "adds the machine's shares, and there are no servers"
+    ONLY_MEMBER = "gives its share to the machine's root, and there are no servers"
 
 
+#: What GPUs of a machine do before one of them speaks to the servers, and afterwards.
+_ADD = (Stage.COORDINATE_REDUCE, Stage.REDUCE, Stage.COPYD2H, Stage.COORDINATE_PUSH)
+_SPREAD = (Stage.COPYH2D, Stage.COORDINATE_BROADCAST, Stage.BROADCAST)
 #: (device, compressed, place) -> stages. A CPU tensor is pushed from where it lies and pulled to where it shall be.
 _TABLE: dict[tuple[str, bool, Place], tuple[Stage, ...]] = {
     ("cpu", False, Place.DIRECT): (Stage.PUSH, Stage.PULL),
@@ -44,6 +48,20 @@ _TABLE: dict[tuple[str, bool, Place], tuple[Stage, ...]] = {
     ("cpu", True, Place.ROOT): (
         Stage.COORDINATE_REDUCE, Stage.REDUCE, Stage.COMPRESS, Stage.PUSH, Stage.PULL, Stage.DECOMPRESS, Stage.BROADCAST),
     ("cpu", True, Place.ONLY_ROOT): (Stage.COORDINATE_REDUCE, Stage.REDUCE, Stage.BROADCAST),
+    ("cpu", False, Place.ONLY_MEMBER): (Stage.REDUCE, Stage.COORDINATE_BROADCAST, Stage.BROADCAST),
+    ("cpu", True, Place.ONLY_MEMBER): (Stage.REDUCE, Stage.COORDINATE_BROADCAST, Stage.BROADCAST),
+    ("gpu", False, Place.DIRECT): (Stage.COPYD2H, Stage.PUSH, Stage.PULL, Stage.COPYH2D),
+    ("gpu", False, Place.MEMBER): (*_ADD, *_SPREAD),
+    # The core leaves PCIE_REDUCE out where all GPUs reduce together.
+    ("gpu", False, Place.ROOT): (*_ADD, Stage.PCIE_REDUCE, Stage.PUSH, Stage.PULL, *_SPREAD),
+    # Without servers NCCL's all-reduce does it all.
+    ("gpu", False, Place.ONLY_ROOT): (Stage.COORDINATE_REDUCE, Stage.REDUCE),
+    ("gpu", False, Place.ONLY_MEMBER): (Stage.COORDINATE_REDUCE, Stage.REDUCE),
+    ("gpu", True, Place.DIRECT): (Stage.COPYD2H, Stage.COMPRESS, Stage.PUSH, Stage.PULL, Stage.DECOMPRESS, Stage.COPYH2D),
+    ("gpu", True, Place.MEMBER): (*_ADD, *_SPREAD),
+    ("gpu", True, Place.ROOT): (*_ADD, Stage.PCIE_REDUCE, Stage.COMPRESS, Stage.PUSH, Stage.PULL, Stage.DECOMPRESS, *_SPREAD),
+    ("gpu", True, Place.ONLY_ROOT): (Stage.COORDINATE_REDUCE, Stage.REDUCE),
+    ("gpu", True, Place.ONLY_MEMBER): (Stage.COORDINATE_REDUCE, Stage.REDUCE),
 }
 
 

@@ -6,14 +6,16 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from bpsx import errors
-from bpsx._core import Core, Handle, Tensor
+from bpsx._core import Core, Handle
+from bpsx._tensor import Tensor
 from bpsx._watch import monotonic_ns
 from bpsx.compressing import Compressing, Remembered
 from bpsx.compression import Compression, parse
 from bpsx.config import Config
+from bpsx.devices import Devices, OnGpu, View
 from bpsx.dtypes import BY_NAME, dtype_named
 from bpsx.forking import keep_from_children
 from bpsx.host import keep_memory, own_host
@@ -35,21 +37,6 @@ BARRIER = "bpsx.barrier"
 MOST_REPORTED = 256
 #: How long a broken data connection waits for the scheduler to say who has died: its word names the culprit, ours only the victim.
 VERDICT_SECONDS = 1.0
-
-
-class View(Protocol):
-    """What a framework hands over; see :class:`bpsx._adapter.TensorView`."""
-
-    @property
-    def address(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def owner(self) -> object: ...
 
 
 @dataclass
@@ -93,6 +80,7 @@ class Session:
         self._near = Neighbourhood(config)
         tensors = self._tensors      # knowing the session itself it would keep it alive
         self.compressing = Compressing(config, self._near, lambda name: tensors[name].tensor if name in tensors else None, remembered)
+        self.devices = Devices(config, self._near, self._gpu_failed)
         self._closed = False
         self._leaving = False
         self._failure = ""
@@ -245,8 +233,15 @@ class Session:
         self._failure = text
         log.error("%s", text)
         self._core.fail(-1, text)
+        self.devices.cut_off()
         self._end_pending(-1, text)
         self._joining.stop()
+
+    def _gpu_failed(self, text: str) -> None:
+        """The machine's GPUs have not come together (thread bpsx-nccl): what needs them fails, here and, when we leave, elsewhere."""
+        log.error("%s", text)
+        self._core.fail(-13, text)
+        self._end_pending(-13, text)
 
     def _end_pending(self, status: int, text: str) -> None:
         """End what waits for a placement that will not come any more."""
@@ -270,8 +265,9 @@ class Session:
         """Once a second: a broken connection that the scheduler had no word about, what is waited for, what can be let go."""
         if self._broken is not None and not self._failure and time.monotonic() - self._broken[0] >= VERDICT_SECONDS:
             self._peer_lost(self._broken[1])
-        if self._near.machine is not None and self._near.machine.deserted:
-            self._core.look()       # a neighbour may have posted before it heard, to an idle root that would never answer
+        if self._near.machine is not None and (self._near.machine.deserted or self._near.machine.collects):
+            # A neighbour may have posted before it heard, to an idle root that would never answer; or the root has, of what has failed here.
+            self._core.look()
         self._core.reap()
         self.compressing.check_told()
         self.reporter.tick()
@@ -318,10 +314,11 @@ class Session:
         if source.shape != target.shape or source.dtype != target.dtype:
             raise errors.ConfigError(f"{name!r}: input is {source.dtype} {source.shape}, output {target.dtype} {target.shape}: must be alike")
         dtype = BY_NAME.get(source.dtype) or dtype_named(source.dtype, repr(name))
+        place = None if source.gpu < 0 and target.gpu < 0 else self.devices.place(self._core, name, source, target)
         return self._submit(
             name, source.shape, dtype.code, source.nbytes, (source.address, source.nbytes),
             (target.address, target.nbytes), divisor=self.size if average else 1, priority=priority, will_wait=will_wait, rate=rate,
-            owner=(source.owner, target.owner), result=result)
+            owner=(source.owner, target.owner), result=result, on=place)
 
     def broadcast(self, name: str, view: View, root: int, *, result: object = None) -> Handle:
         """Overwrite ``view`` on all workers with what it holds on worker ``root``. Returns at once.
@@ -333,7 +330,8 @@ class Session:
         place = (view.address, view.nbytes)
         return self._submit(
             name, view.shape, dtype_named(view.dtype, repr(name)).code, view.nbytes, place if root == self.rank else None, place,
-            divisor=root, broadcast=True, priority=0, will_wait=False, owner=view.owner, result=result)
+            divisor=root, broadcast=True, priority=0, will_wait=False, owner=view.owner, result=result,
+            on=self.devices.place(self._core, name, view, view))
 
     def barrier(self) -> None:
         """Wait until every worker has called this as often as this worker has."""
@@ -352,6 +350,7 @@ class Session:
     def _submit(
         self, name: str, shape: tuple[int, ...], dtype: int, nbytes: int, source: Any, target: Any, *, divisor: int, priority: int,
         will_wait: bool, owner: object, result: object, broadcast: bool = False, asynchronous: bool | None = None, rate: float = -1.0,
+        on: OnGpu | None = None,
     ) -> Handle:
         """The one way in. ``source`` and ``target`` are what :meth:`Core.prepare` takes; ``asynchronous`` by default if the job is."""
         if self._joining.active:
@@ -361,19 +360,20 @@ class Session:
         if codec is not None and codec.ef == "corrected" and not 0 <= rate < float("inf"):
             raise errors.ConfigError(f"{name!r}: ef='corrected' needs the learning rate of each push_pull, a number from 0, not {rate!r}")
         if not broadcast and self.compressing.any:
-            source, owner = self.compressing.with_momentum(name, dtype, nbytes, codec, source, owner)
+            source, owner = self.compressing.with_momentum(name, dtype, nbytes, codec, source, owner, on is not None)
+        gpu, streams = on or (None, None)
         declared = self._tensors.get(name)
         if declared is not None and declared.tensor is not None and declared.shape == shape and declared.dtype == dtype \
                 and declared.codec is codec and not declared.failed:
             return self._core.submit(declared.tensor, source, target, divisor=divisor, broadcast=broadcast, asynchronous=asynchronous,
-                                     priority=priority, will_wait=will_wait, rate=rate, owner=owner, result=result)
+                                     priority=priority, will_wait=will_wait, rate=rate, owner=owner, result=result, gpu=gpu, streams=streams)
         self._check_new(name, nbytes)
         if codec is not None:
             self.compressing.check(name, dtype, nbytes, codec)
         if not broadcast:
-            self._near.check_average(name, dtype, divisor)
+            self._near.check_average(name, dtype, divisor, on is not None)
         handle = self._core.prepare(name, nbytes, source, target, divisor=divisor, broadcast=broadcast, asynchronous=asynchronous,
-                                    priority=priority, rate=rate, owner=owner, result=result)
+                                    priority=priority, rate=rate, owner=owner, result=result, gpu=gpu, streams=streams)
         if self._link is None:
             begin = monotonic_ns()
             self._core.copy_through(handle, nbytes)     # a single worker: the sum is what it pushed
@@ -468,6 +468,7 @@ class Session:
                 self._link.stop()
             self._endpoint.close()
             self._core.reap()
+            self.devices.close()
             self._near.close()
 
     def _take_leave(self, failure: str) -> None:
@@ -484,7 +485,7 @@ class Session:
             log.warning("the scheduler did not answer the goodbye within %g s", self.config.shutdown_timeout)
 
     def _unfinished(self) -> int:
-        return int(self._core.outstanding) + sum(len(d.pending) for d in list(self._declared.values()))
+        return int(self._core.unsettled) + sum(len(d.pending) for d in list(self._declared.values()))
 
 
 def _check_name(name: Any, what: str) -> None:

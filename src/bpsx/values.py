@@ -57,6 +57,14 @@ def modules(text: str) -> str:
     return ",".join(names)
 
 
+def ranks(text: str) -> tuple[int, ...]:
+    """Numbers from 0, separated by commas, none twice."""
+    found = tuple(integer(0, 65534)(part.strip()) for part in text.split(",") if part.strip())
+    if len(set(found)) != len(found):
+        raise ValueError
+    return found
+
+
 def host_port(text: str) -> tuple[str, int]:
     """``port`` or ``host:port``, an IPv6 host in brackets; loopback without a host."""
     host, _, port = text.rpartition(":")

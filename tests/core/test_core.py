@@ -11,7 +11,8 @@ import pytest
 
 import core.wire as w
 from bpsx import errors
-from bpsx._core import Core, Tensor
+from bpsx._core import Core
+from bpsx._tensor import Tensor
 from bpsx.pipeline import stages_for
 from bpsx.transports.loopback import LoopbackEndpoint
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import core.wire as w
-from bpsx._core import Core, Tensor
+from bpsx._core import Core
+from bpsx._tensor import Tensor
 from bpsx.pipeline import stages_for
 from bpsx.secret import lane_proof
 from bpsx.transports.loopback import LoopbackEndpoint

@@ -12,7 +12,8 @@ import pytest
 
 import core.wire as w
 from bpsx import errors
-from bpsx._core import Core, Tensor
+from bpsx._core import Core
+from bpsx._tensor import Tensor
 from bpsx.local._machine import Machine, QuietEndpoint, head_bytes
 from bpsx.pipeline import Place, stages_for
 from bpsx.transports.loopback import LoopbackEndpoint

@@ -3,6 +3,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 
 from bpsx.core.partition cimport Partition, Task, Tensor
+from bpsx.core.gpu cimport awaited, pump_gpu
 from bpsx.core.machine cimport fall_asleep, hosts, ring_bells, stay_awake
 from bpsx.core.queue cimport heap_pop
 from bpsx.core.receive cimport pump_in
@@ -12,13 +13,17 @@ from bpsx.core.packed cimport grow_scratch
 from bpsx.core.pool cimport Pool, work_on
 from bpsx.core.stage cimport adopt, fail_tensor, finish, give_up, pump_pool, start
 from bpsx.core.state cimport Core
-from bpsx.core.status cimport DONE, E_MEMORY, E_SHUTDOWN, PENDING
+from bpsx.core.status cimport DONE, E_DEVICE, E_MEMORY, E_SHUTDOWN, PENDING
 from bpsx.core.sync cimport (
     atomic_add, atomic_load, atomic_store, lock, notify_all, now_ns, unlock, wait, wait_until, yield_cpu,
 )
 
+cdef extern from "<unistd.h>" nogil:
+    int usleep(unsigned int microseconds)
+
 cdef enum:
     PARK_MS = 1000              # a bound on any lost wake-up; an idle process makes no call at all
+    NAP_US = 50                 # between two looks at what the GPU is at
     CROWDED_MS = 1              # between two looks at a full ring: its reader tells nobody that it has made room
 
 
@@ -80,6 +85,15 @@ cdef inline void sweep(Core *c) noexcept nogil:
         tensor = tensor.next
 
 
+cdef inline void enter_gpu(Core *c) noexcept nogil:
+    """If there is a GPU, and this driver is not in its context yet."""
+    if c.device == NULL or c.gpu.entered >= 0:
+        return
+    c.gpu.entered = c.device.enter(c.device.self)
+    if c.gpu.entered < 0:
+        give_up(c, E_DEVICE)
+
+
 cdef inline int take_news(Core *c) noexcept nogil:
     """Move what was submitted into the queues, fail what was told to fail."""
     cdef Task *task
@@ -89,6 +103,7 @@ cdef inline int take_news(Core *c) noexcept nogil:
     cdef Tensor *known
     if not atomic_load(&c.news):
         return 0
+    enter_gpu(c)
     lock(&c.monitor)
     task = c.inbox_first
     tensor = c.failing
@@ -163,6 +178,14 @@ cdef inline bint park(Core *c, int64_t deadline_ns) noexcept nogil:
 
 cdef inline void drive(Core *c, Task *until, int64_t deadline_ns) noexcept nogil:
     """Run the loop: until `until` has ended or the deadline passed; with NULL, until nothing is outstanding."""
+    c.gpu.entered = -1
+    enter_gpu(c)
+    run_loop(c, until, deadline_ns)
+    if c.gpu.entered >= 0:
+        c.device.leave(c.device.self, c.gpu.entered)
+
+
+cdef inline void run_loop(Core *c, Task *until, int64_t deadline_ns) noexcept nogil:
     cdef int64_t idle_since = 0, now
     cdef int progress
     while not atomic_load(&c.stopping):
@@ -171,6 +194,8 @@ cdef inline void drive(Core *c, Task *until, int64_t deadline_ns) noexcept nogil
             progress += pump_machine(c)
         if c.pool != NULL:
             progress += pump_pool(c)
+        if c.device != NULL:
+            progress += pump_gpu(c)
         progress += pump_out(c)
         progress += pump_in(c)
         if c.machine != NULL:
@@ -190,6 +215,9 @@ cdef inline void drive(Core *c, Task *until, int64_t deadline_ns) noexcept nogil
             idle_since = now
         if now - idle_since < c.spin_ns:
             yield_cpu()
+            continue
+        if c.device != NULL and awaited(c):
+            usleep(NAP_US)                  # nobody tells that the GPU is done
             continue
         park(c, deadline_ns)
         idle_since = 0

@@ -1,5 +1,5 @@
 # The processes of one machine, as one of them sees the others. Owned by `local/_machine.pyx`; the driver's alone while the core runs.
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, realloc
 from libc.string cimport memset
 
@@ -16,6 +16,7 @@ cdef enum:
     PART_BITS = 20              # a key is the tensor's number times 2^PART_BITS plus the partition's, see placement.py
     MOST_TENSORS = 1 << 24
     PAGE = 4096
+    MOST_ROOTS = 64
 
 cdef struct Posts:              # a queue in private memory
     Post *items
@@ -38,6 +39,12 @@ cdef struct Machine:
     uint32_t first_rank         # of the workers on this machine
     uint32_t root               # local rank of the one that speaks to the servers
     bint alone                  # there are no servers: the root's sum is the result
+    bint collects               # this process's GPU may be needed by the others
+    uint32_t group_size         # GPUs that reduce together: of a PCIe switch, or all
+    uint32_t n_groups
+    uint32_t n_roots            # of a group: to whom partitions are reduced by turns; 0: each copies a part of it
+    uint32_t roots[MOST_ROOTS]
+    uint8_t *pinned             # which slabs of the root's segment our copy engines reach, by number
     Neighbour *all              # by local rank, this process included
     uint64_t used               # bytes of this process's segment that are taken
     Posts early                 # shares of tensors that the root does not know yet
@@ -145,6 +152,15 @@ cdef inline char *memory_at(Machine *m, uint32_t owner, uint64_t offset, uint64_
     return <char *>m.all[owner].segment + offset
 
 
+cdef inline Partition *partition_of(Machine *m, uint64_t key) noexcept nogil:
+    """The partition with this key, or NULL if this process has none (yet)."""
+    cdef uint64_t number = key >> PART_BITS
+    cdef uint64_t part = key & ((<uint64_t>1 << PART_BITS) - 1)
+    if number >= m.n_tensors or m.tensors[number] == NULL or part >= m.tensors[number].n_parts:
+        return NULL
+    return &m.tensors[number].parts[part]
+
+
 cdef inline int know_tensor(Machine *m, Tensor *tensor) noexcept nogil:
     """Prepare a new tensor for exchange on this machine. 0, or -1 when there is no memory."""
     cdef uint32_t i, wanted
@@ -191,6 +207,11 @@ cdef inline int post_results(Machine *m, Partition *p, int status, uint32_t a, u
     post.status = status
     post.detail_a = a
     post.detail_b = b
+    if p.on_gpu:
+        post.group_owner = p.gpu.owner
+        if p.gpu.place != NULL:
+            post.slab = p.gpu.place.slab
+            post.slab_bytes = p.gpu.place.slab_bytes
     for i in range(m.size):
         if p.shares[i].flags:
             post.round = p.shares[i].round
@@ -212,5 +233,17 @@ cdef inline bint everybody_in(Machine *m, Partition *p) noexcept nogil:
 
 
 cdef inline bint hosts(Machine *m) noexcept nogil:
-    """Whether this process has to work although nothing of its own is under way: a root that has joined."""
-    return m != NULL and m.me == m.root and atomic_load(&m.all[m.me].joined)
+    """Whether this process has to work although nothing of its own is under way: it has joined, and is the root or has a GPU that others need."""
+    return m != NULL and (m.me == m.root or m.collects) and atomic_load(&m.all[m.me].joined)
+
+
+cdef inline int tell_root(Machine *m, Partition *p, uint32_t kind, uint32_t divisor) noexcept nogil:
+    """Post something about a partition on the GPU. 0, or -1 when there is no memory."""
+    cdef Post post
+    memset(&post, 0, sizeof(Post))
+    post.key = p.key
+    post.owner = m.me
+    post.round = p.round
+    post.flags = kind
+    post.divisor = divisor
+    return send_post(m, m.root, &post)

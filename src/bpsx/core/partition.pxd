@@ -4,12 +4,41 @@
 #   Lane.in_flight, Task.wire: also by the transport's thread, atomically.
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
+from bpsx.core.device cimport N_STREAMS
 from bpsx.core.header cimport PROOF_BYTES
 from bpsx.core.packed cimport Packed
 from bpsx.core.post cimport Post
 
 cdef enum:
-    MAX_STAGES = 12
+    MAX_STAGES = 14
+    EVERYBODY = 0xFFFFFFFF
+
+# Pinned memory of the host's in which a partition lies between COPYD2H and COPYH2D; see places.pxd.
+cdef struct Place:
+    char *host
+    uint64_t offset             # from the start of the segment of the machine's root, if there is one
+    uint64_t slab, slab_bytes   # ... and of the memory that was taken at once, in which it lies
+    uint32_t kind               # its size
+    bint used                   # there has been a copy up out of it: the next copy down has to come after `up`
+    void *up                    # that event
+    Place *next                 # another free one of its size
+    Place *next_made            # any other
+
+# What a partition owns besides once it has been on a GPU. The driver's alone.
+cdef struct OnGpu:
+    Place *place                # NULL but between COPYD2H and COPYH2D, and elsewhere than at the root of a machine
+    char *host                  # where the partition lies there, for this process
+    char *data                  # on the GPU: what is copied down
+    uint32_t owner              # who of a group copies it: a rank in it, or EVERYBODY a share
+    uint64_t begin, length      # bytes of it that this process copies
+    void *queued[N_STREAMS]     # events: what its stages have queued last on each stream has come
+    uint32_t reduction
+    uint32_t expected           # at the root: how many others copy a part of it,
+    uint32_t copied, loaded     # ... and have said so
+    bint answered               # elsewhere: the result is on the host
+    int doom                    # ... or how the round has failed while an event was awaited
+    uint32_t doom_a, doom_b
+    Partition *next             # whose event comes after
 
 cdef struct Partition:
     uint64_t key                # on the wire; unique in the job
@@ -33,6 +62,8 @@ cdef struct Partition:
     bint encodes                # the pool shall encode it; else decode
     int codec_status            # of that
     Partition *next_done        # back from the pool
+    OnGpu *gpu                  # NULL: never has been on a GPU
+    bint on_gpu                 # in this round
     # With several processes on this machine, see reduce.pxd:
     uint32_t share_side         # elsewhere: which of its two places the share takes next
     Post *shares                # by local rank: what has been posted for this round; flags 0: nothing yet
@@ -45,8 +76,11 @@ cdef struct Partition:
 cdef struct Tensor:
     Partition *parts
     uint32_t n_parts
-    uint8_t stages[MAX_STAGES]  # what each partition goes through, ended by END
+    uint8_t *stages             # what each partition goes through in this round, ended by END: one of
+    uint8_t on_host[MAX_STAGES]
+    uint8_t on_gpu[MAX_STAGES]
     uint8_t dtype
+    int last_stream             # where the last of its stages on a GPU is queued
     bint adopted                # the driver has given the partitions their index
     int status                  # DONE, or why every task of this tensor fails
     uint32_t detail_a
@@ -76,6 +110,12 @@ cdef struct Task:
     uint32_t divisor            # or the broadcast's root
     bint broadcast
     bint asynchronous           # waits for no other worker; a broadcast: sets the servers' value
+    bint on_gpu                 # input and output are there, and then:
+    void *ready                 # the event after which the input is there and the output may be written to,
+    void *over                  # ... and the one after which neither is in use any more. With DONE it has been recorded, not yet come.
+    uint32_t stream             # a number for the user's stream on which `ready` was recorded
+    bint followed               # NCCL's stream waits for `ready`
+    Task *next_unseen           # whose `ready` was recorded later
     bint keeps                  # about what servers keep of a compressed tensor: input and output are that, partition by partition
     int32_t priority
     double rate                 # the learning rate, where compression asks for it

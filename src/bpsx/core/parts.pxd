@@ -3,7 +3,8 @@ from libc.stdint cimport uint64_t
 from libc.stdlib cimport calloc, free
 
 from bpsx.core.packed cimport packed_free, packed_new
-from bpsx.core.partition cimport Partition, Tensor
+from bpsx.core.device cimport N_STREAMS, Device
+from bpsx.core.partition cimport OnGpu, Partition, Tensor
 
 
 cdef inline uint64_t make_parts(Tensor *tensor, list parts, list made) except? 0:
@@ -25,10 +26,38 @@ cdef inline uint64_t make_parts(Tensor *tensor, list parts, list made) except? 0
     return nbytes
 
 
+cdef inline int give_gpu(Tensor *tensor, Device *d) except -1:
+    """Its partitions get what those on a GPU own. In the GPU's context, before the first task there. Raises MemoryError."""
+    cdef size_t i
+    cdef int which
+    cdef OnGpu *g
+    for i in range(tensor.n_parts):
+        g = <OnGpu *>calloc(1, sizeof(OnGpu))
+        if g == NULL:
+            raise MemoryError("no memory for a partition on a GPU")
+        tensor.parts[i].gpu = g
+        for which in range(N_STREAMS):
+            g.queued[which] = d.new_event(d.self)
+            if g.queued[which] == NULL:
+                raise MemoryError("no more CUDA events")
+    return 0
+
+
+cdef inline void take_gpu(Tensor *tensor, Device *d) noexcept:
+    """In the GPU's context."""
+    cdef size_t i
+    cdef int which
+    for i in range(tensor.n_parts if tensor.parts != NULL else 0):
+        for which in range(N_STREAMS if tensor.parts[i].gpu != NULL else 0):
+            if tensor.parts[i].gpu.queued[which] != NULL:
+                d.drop_event(d.self, tensor.parts[i].gpu.queued[which])
+
+
 cdef inline void free_parts(Tensor *tensor) noexcept:
     cdef size_t i
     if tensor.parts != NULL:
         for i in range(tensor.n_parts):
             free(tensor.parts[i].shares)
+            free(tensor.parts[i].gpu)
             packed_free(tensor.parts[i].packed)
     free(tensor.parts)

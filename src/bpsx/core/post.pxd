@@ -7,12 +7,21 @@ from bpsx.core.sync cimport atomic_load, atomic_store
 
 cdef enum:
     RING_POSTS = 4096
+    NOTICE_BYTES = 4096 - 16
 
 cdef enum PostFlag:
     HAS_BODY = 1                # the sender's share lies at `offset`
     IS_BROADCAST = 2            # `divisor` is the rank of the worker whose data everybody gets
     IS_RESULT = 4               # from the root: the result, or `status`
     IS_SHARE = 8                # to the root
+    # About tensors on GPUs, see together.pxd:
+    ON_GPU = 16                 # a share is there, and nothing lies at `offset`
+    IS_ORDER = 32               # from the root: the next collective is this one
+    MORE = 64                   # ... and the next ORDER belongs to its group
+    GATHERS = 128               # ... which is about the result; else about shares
+    STANDS_IN = 256             # ... and the receiver takes part without a tensor
+    IS_COPIED = 512             # to the root: the sender's part of the sum is on the host
+    IS_LOADED = 1024            # ... its part of the result on the GPU
 
 cdef struct Post:
     uint64_t key
@@ -24,6 +33,10 @@ cdef struct Post:
     int32_t status              # of a result: 0, or why the round failed, with the ranks that this is about
     uint32_t detail_a
     uint32_t detail_b
+    uint64_t nbytes             # of an order
+    uint64_t slab, slab_bytes   # of `owner`'s segment, in which `offset` is; see places.pxd
+    uint32_t dtype, group_owner, reduction
+    bint takes_part             # the reader's: whether who sent it does, in this round
     uint32_t count              # the reader's: how many it has had for this partition from this sender
 
 cdef struct Ring:
@@ -33,7 +46,13 @@ cdef struct Ring:
     int64_t apart_too[7]
     Post posts[RING_POSTS]
 
-# The beginning of a process's shared memory. Behind it, from the next page on, lie its shares.
+# A page on which a process writes for the others to read, whenever they look.
+cdef struct Board:
+    int64_t version             # goes up before and after each change
+    int64_t length
+    char text[4096 - 16]
+
+# The beginning of a process's shared memory. Behind it, from the next page on, lie its notice board and its shares.
 cdef struct Segment:
     int64_t parked              # its driver sleeps: who has put a post has to wake it
     int64_t apart[7]

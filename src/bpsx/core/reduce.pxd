@@ -10,31 +10,24 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
+from bpsx.core.device cimport MEAN
 from bpsx.core.machine cimport (
-    PART_BITS, Machine, everybody_in, hosts, memory_at, next_post, post_results, queue_post, ring_bells, send_post, shift,
+    Machine, everybody_in, hosts, memory_at, next_post, partition_of, post_results, queue_post, ring_bells, send_post, shift,
 )
 from bpsx.core.partition cimport Partition, Task, Tensor
-from bpsx.core.post cimport HAS_BODY, IS_BROADCAST, IS_RESULT, IS_SHARE, Post
+from bpsx.core.post cimport HAS_BODY, IS_BROADCAST, IS_COPIED, IS_LOADED, IS_ORDER, IS_RESULT, IS_SHARE, ON_GPU, Post
 from bpsx.core.queue cimport heap_pop
 from bpsx.core.stage cimport (
-    BROADCAST, COORDINATE_BROADCAST, COORDINATE_REDUCE, REDUCE, advance, deserted, fail_partition, fail_tensor, give_up, start,
+    BROADCAST, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, REDUCE, advance, deserted, fail_partition, fail_tensor, give_up, start,
 )
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_JOINED, E_KERNELS, E_LEFT, E_MEMORY, E_MISMATCH, E_PROTOCOL
 from bpsx.core.sync cimport atomic_load, atomic_store, lock, now_ns, unlock
+from bpsx.core.together cimport pump_orders, take_gpu_result, take_order, take_word
 from bpsx.kernels.abi cimport Kernels, accumulate, wants_wide
 
 cdef enum:
     WORK_AT_ONCE = 1 << 19      # bytes to copy or add before the network gets a turn again
-
-
-cdef inline Partition *partition_of(Machine *m, uint64_t key) noexcept nogil:
-    """The partition with this key, or NULL if this process has none (yet)."""
-    cdef uint64_t number = key >> PART_BITS
-    cdef uint64_t part = key & ((<uint64_t>1 << PART_BITS) - 1)
-    if number >= m.n_tensors or m.tensors[number] == NULL or part >= m.tensors[number].n_parts:
-        return NULL
-    return &m.tensors[number].parts[part]
 
 
 # ---- a process that is not the root
@@ -67,6 +60,8 @@ cdef inline int take_result(Core *c, const Post *post) noexcept nogil:
         return -1
     if p.tensor.status != DONE or p.tensor.current == NULL:
         return 0                            # failed meanwhile
+    if p.round == post.round and p.on_gpu:
+        return take_gpu_result(c, p, post)
     if p.round != post.round or p.tensor.stages[p.stage] != COORDINATE_BROADCAST:
         return -1
     if post.status < 0:
@@ -135,7 +130,7 @@ cdef inline int accept_share(Core *c, Partition *p, const Post *post) noexcept n
     cdef uint32_t who = 0, count = noted.count
     if p.tensor.status != DONE and p.tensor.status != E_LEFT:
         return 0                            # its task fails there, too: the scheduler tells everybody
-    if noted.flags or post.round != count or memory_at(m, post.owner, post.offset, p.length) == NULL:
+    if noted.flags or post.round != count or not post.flags & ON_GPU and memory_at(m, post.owner, post.offset, p.length) == NULL:
         return -1
     noted[0] = post[0]
     noted.count = count + 1
@@ -170,7 +165,8 @@ cdef inline bint agree(Machine *m, Partition *p, uint32_t *who) noexcept nogil:
     cdef Task *task = p.tensor.current
     cdef uint32_t i
     for i in range(m.size):
-        if p.shares[i].flags and (p.shares[i].divisor != task.divisor or ((p.shares[i].flags & IS_BROADCAST) != 0) != task.broadcast):
+        if p.shares[i].flags and (p.shares[i].divisor != task.divisor or p.shares[i].flags & ON_GPU or
+                                  ((p.shares[i].flags & IS_BROADCAST) != 0) != task.broadcast):
             who[0] = m.first_rank + i
             return False
     return True
@@ -204,13 +200,26 @@ cdef inline int64_t divisor_here(Machine *m, Partition *p, Kernels *k) noexcept 
     return m.size
 
 
+cdef inline int add_parts(Machine *m, Kernels *k, char *target, uint32_t parts, int64_t n, int64_t divisor) noexcept nogil:
+    """Add the first `parts` of `m.parts` into `target`, which is the first of them or none. 0, or a status."""
+    cdef char *wide = NULL
+    cdef uint32_t i
+    if wants_wide(k, parts):
+        wide = <char *>malloc(n * k.wide_itemsize)
+        if wide == NULL:
+            return E_MEMORY
+    for i in range(1, parts):
+        accumulate(k, target, wide, m.parts[i], i, parts, n, divisor)
+    free(wide)
+    return 0
+
+
 cdef inline int add_up(Core *c, Partition *p) noexcept nogil:
     """Make the machine's sum where `p.target` is. 0, or a status."""
     cdef Machine *m = c.machine
     cdef Kernels *k = &m.kernels[p.tensor.dtype]
-    cdef char *wide = NULL
     cdef int64_t n, divisor
-    cdef uint32_t i, parts = gather_parts(m, p)
+    cdef uint32_t parts = gather_parts(m, p)
     if k.add == NULL and not m.load(m.owner, p.tensor.dtype):
         return E_KERNELS
     n = p.length // k.itemsize
@@ -221,14 +230,7 @@ cdef inline int add_up(Core *c, Partition *p) noexcept nogil:
         if divisor > 1:
             k.divide(p.target, n, divisor)
         return 0
-    if wants_wide(k, parts):
-        wide = <char *>malloc(n * k.wide_itemsize)
-        if wide == NULL:
-            return E_MEMORY
-    for i in range(1, parts):
-        accumulate(k, p.target, wide, m.parts[i], i, parts, n, divisor)
-    free(wide)
-    return 0
+    return add_parts(m, k, p.target, parts, n, divisor)
 
 
 cdef inline int choose_broadcast(Core *c, Partition *p) noexcept nogil:
@@ -260,6 +262,28 @@ cdef inline void choose_place(Machine *m, Partition *p) noexcept nogil:
             p.result_offset = p.shares[i].offset
             p.target = share_of(m, p, i)
             return
+
+
+cdef inline void add_groups(Core *c, Partition *p) noexcept nogil:
+    """PCIE_REDUCE, at the root: the sums of the PCIe switches lie one behind the other; add them into the first."""
+    cdef Machine *m = c.machine
+    cdef Kernels *k = &m.kernels[p.tensor.dtype]
+    cdef int64_t divisor = 1
+    cdef uint32_t i
+    cdef int status = 0
+    if k.add == NULL and not m.load(m.owner, p.tensor.dtype):
+        give_up(c, E_KERNELS)
+        return
+    if p.gpu.reduction == MEAN:
+        divisor = m.n_groups
+    for i in range(m.n_groups):
+        m.parts[i] = p.gpu.host + i * p.length
+    if not p.tensor.current.broadcast and p.length:
+        status = add_parts(m, k, p.gpu.host, m.n_groups, p.length // k.itemsize, divisor)
+    if status:
+        give_up(c, status)
+    else:
+        advance(c, p)
 
 
 cdef inline void make_sum(Core *c, Partition *p) noexcept nogil:
@@ -313,7 +337,7 @@ cdef inline bint still_waits(Machine *m, Tensor *tensor) noexcept nogil:
     cdef uint8_t stage
     for i in range(tensor.n_parts):
         stage = tensor.stages[tensor.parts[i].stage]
-        if stage == (COORDINATE_REDUCE if m.me == m.root else COORDINATE_BROADCAST) or m.me != m.root and stage == REDUCE:
+        if stage == COORDINATE_REDUCE or m.me != m.root and (stage == COORDINATE_BROADCAST or stage == COORDINATE_PUSH or stage == REDUCE):
             return True
     return False
 
@@ -346,7 +370,9 @@ cdef inline bint gone_news(Machine *m) noexcept nogil:
 
 
 cdef inline void work(Core *c, Partition *p) noexcept nogil:
-    if p.tensor.stages[p.stage] == BROADCAST:
+    if p.on_gpu:
+        add_groups(c, p)
+    elif p.tensor.stages[p.stage] == BROADCAST:
         spread(c, p)
     elif c.machine.me == c.machine.root:
         make_sum(c, p)
@@ -360,7 +386,11 @@ cdef inline int take_posts(Core *c) noexcept nogil:
     cdef int n = 0, rc
     while next_post(c.machine, &post, &sender):
         n += 1
-        if post.flags & IS_RESULT:
+        if post.flags & IS_ORDER:
+            rc = take_order(c, &post) if c.machine.me != c.machine.root and sender == c.machine.root else -1
+        elif post.flags & (IS_COPIED | IS_LOADED):
+            rc = take_word(c, &post) if c.machine.me == c.machine.root and post.owner == sender else -1
+        elif post.flags & IS_RESULT:
             rc = take_result(c, &post) if c.machine.me != c.machine.root else -1
         else:
             rc = take_share(c, &post) if c.machine.me == c.machine.root and post.owner == sender else -1
@@ -385,6 +415,8 @@ cdef inline int pump_machine(Core *c) noexcept nogil:
         if p.tensor.status == DONE and p.tensor.current != NULL and not c.failed:
             done += p.length
             work(c, p)
+    if c.device != NULL and m.me == m.root:
+        n += pump_orders(c)
     if atomic_load(&m.joined_news):
         consider_all(c)
         n += 1

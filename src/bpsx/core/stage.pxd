@@ -4,13 +4,16 @@
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 
-from bpsx.core.machine cimport Machine, everybody_in, know_tensor, post_results
+from bpsx.core.device cimport mark_end
+from bpsx.core.machine cimport Machine, everybody_in, know_tensor, post_results, tell_root
 from bpsx.core.packed cimport server_state_bytes
-from bpsx.core.partition cimport Partition, Task, Tensor
+from bpsx.core.partition cimport Lane, Partition, Task, Tensor
+from bpsx.core.places cimport give_place
 from bpsx.core.pool cimport pool_forget, pool_give, pool_take
+from bpsx.core.post cimport HAS_BODY, IS_BROADCAST, IS_SHARE, ON_GPU
 from bpsx.core.queue cimport heap_push
-from bpsx.core.state cimport Core
-from bpsx.core.status cimport DONE, E_LEFT, E_MEMORY, E_PROTOCOL
+from bpsx.core.state cimport Core, Unseen
+from bpsx.core.status cimport DONE, E_DEVICE, E_LEFT, E_MEMORY, E_PROTOCOL
 from bpsx.core.sync cimport atomic_store, lock, notify_all, now_ns, unlock
 from bpsx.core.watch cimport watched
 from bpsx.core.watching cimport began, ended, passed
@@ -49,6 +52,8 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
         c.next_order += 1
         if heap_push(&c.lanes[p.lane], p) != 0:
             give_up(c, E_MEMORY)
+    elif p.on_gpu and stage != COMPRESS and stage != DECOMPRESS and stage != END:
+        enter_on_gpu(c, p, stage)
     elif stage == REDUCE or stage == BROADCAST:
         p.priority = p.tensor.current.priority
         p.order = c.next_order
@@ -72,6 +77,40 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
     elif stage == END:
         home(c, p)
     # PULL, COORDINATE_BROADCAST: somebody's word moves it on.
+
+
+cdef inline void enter_on_gpu(Core *c, Partition *p, int stage) noexcept nogil:
+    """The same for what NCCL, copy engines and the neighbours have to do with it."""
+    cdef Machine *m = c.machine
+    cdef Task *task = p.tensor.current
+    cdef bint root = m != NULL and m.me == m.root
+    cdef Lane *queue = NULL
+    if stage == COPYD2H or stage == COPYH2D:
+        queue = &c.gpu.work
+    elif stage == REDUCE and root:
+        queue = &c.gpu.unchecked
+    elif stage == BROADCAST and root:
+        queue = &c.gpu.gathers
+    elif stage == PCIE_REDUCE:
+        queue = &m.work
+    elif stage == COORDINATE_REDUCE and not root:
+        p.gpu.answered = False
+        p.gpu.doom = 0
+        if tell_root(m, p, IS_SHARE | ON_GPU | (HAS_BODY if p.source != NULL else 0) | (IS_BROADCAST if task.broadcast else 0), task.divisor) != 0:
+            give_up(c, E_MEMORY)
+    elif stage == COORDINATE_REDUCE and everybody_in(m, p) or stage == COORDINATE_BROADCAST and root and p.gpu.loaded >= p.gpu.expected:
+        advance(c, p)
+    elif stage == COORDINATE_PUSH and not root and p.gpu.doom:
+        fail_partition(c, p, p.gpu.doom, p.gpu.doom_a, p.gpu.doom_b)
+    elif stage == COORDINATE_PUSH and (p.gpu.copied >= p.gpu.expected if root else p.gpu.answered):
+        advance(c, p)
+    if queue != NULL:
+        # NCCL takes its turns as the script has them: nobody else could be faster there.
+        p.priority = task.priority if c.gpu.watches else 0
+        p.order = c.next_order
+        c.next_order += 1
+        if heap_push(queue, p) != 0:
+            give_up(c, E_MEMORY)
 
 
 cdef inline void advance(Core *c, Partition *p) noexcept nogil:
@@ -98,6 +137,9 @@ cdef inline void home(Core *c, Partition *p) noexcept nogil:
     cdef Task *task = tensor.current
     if not p.keeps:
         p.round += 1
+    if p.on_gpu and p.gpu.place != NULL:
+        give_place(&c.gpu.places, p.gpu.place)
+        p.gpu.place = NULL
     task.remaining -= 1
     if task.remaining:
         return
@@ -115,6 +157,8 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
     cdef bint stands_in = task.handle == NULL       # looked at now: whoever waits may free the task as soon as it is published
     if task.tensor.recorded and not task.keeps:
         ended(c, task, status)
+    if task.over != NULL and mark_end(c.device, task.over, status == DONE, task.tensor.last_stream) != 0 and status == DONE:
+        status = E_DEVICE
     if status == DONE and not task.keeps:
         c.counters.tasks += 1
         for i in range(task.tensor.n_parts if c.telemetry else 0):
@@ -202,6 +246,7 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
         return
     tensor.current = task
     tensor.started_ns = task.submitted_ns
+    tensor.stages = &tensor.on_gpu[0] if task.on_gpu else &tensor.on_host[0]
     tensor.waits_for_others = not task.keeps and (task.broadcast or not task.asynchronous)
     task.remaining = tensor.n_parts
     for i in range(tensor.n_parts):
@@ -210,12 +255,52 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
         tensor.parts[i].target = task.output + tensor.parts[i].offset if task.output != NULL else NULL
         tensor.parts[i].divisor = task.divisor // c.processes if task.broadcast else task.divisor
         tensor.parts[i].keeps = task.keeps
+        tensor.parts[i].on_gpu = task.on_gpu
+    if task.on_gpu and c.gpu.watches and task.ready != NULL:
+        watch_for(c, task)
+    else:
+        begin(c, task)
+
+
+cdef inline void begin(Core *c, Task *task) noexcept nogil:
+    """What the task's partitions are made of is there."""
+    cdef Tensor *tensor = task.tensor
+    cdef uint32_t i
     if task.keeps:
         begin_keeping(tensor, task)
     elif watched(c.watch):
         began(c, tensor)
     for i in range(tensor.n_parts):
         enter(c, &tensor.parts[i])
+
+
+cdef inline void watch_for(Core *c, Task *task) noexcept nogil:
+    """Its partitions begin when the GPU has made them. Of tasks of one stream only the oldest is asked for."""
+    cdef Unseen *line = &c.gpu.unseen[task.stream]
+    task.next_unseen = NULL
+    if line.first == NULL:
+        line.first = task
+    else:
+        line.last.next_unseen = task
+    line.last = task
+
+
+cdef inline void watch_no_more(Core *c, Task *task) noexcept nogil:
+    """The task is about to end, and may be gone then."""
+    cdef Unseen *line = &c.gpu.unseen[task.stream]
+    cdef Task *before = NULL
+    cdef Task *found = line.first
+    while found != NULL and found != task:
+        before = found
+        found = found.next_unseen
+    if found == NULL:
+        return
+    if before == NULL:
+        line.first = task.next_unseen
+    else:
+        before.next_unseen = task.next_unseen
+    if line.last == task:
+        line.last = before
 
 
 cdef inline int adopt(Core *c, Tensor *tensor) noexcept nogil:
@@ -251,6 +336,8 @@ cdef inline void fail_tensor(Core *c, Tensor *tensor, int status) noexcept nogil
     if c.pool != NULL:
         pool_forget(c.pool, tensor)
     tensor.current = NULL
+    if task != NULL and task.on_gpu:
+        watch_no_more(c, task)
     if task != NULL:
         finish(c, task, status)
     task = tensor.first_waiting

@@ -1,12 +1,40 @@
 # The worker's core: one struct, passed to every function. No file of the core has state of its own.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
+from bpsx.core.device cimport N_STREAMS, Device
 from bpsx.core.machine cimport Machine
 from bpsx.core.pool cimport Pool
 from bpsx.core.partition cimport Counters, Lane, Partition, Task, Tensor
+from bpsx.core.places cimport Places
+from bpsx.core.post cimport Post
 from bpsx.core.sync cimport Monitor
 from bpsx.core.watch cimport Watch
 from bpsx.transports.abi cimport Endpoint
+
+cdef enum:
+    USER_STREAMS = 16           # told apart; more of them share numbers
+
+cdef struct Awaited:            # partitions, in the order in which their events come
+    Partition *first
+    Partition *last
+
+cdef struct Unseen:             # tasks whose input the GPU has yet to make, in the order in which it will
+    Task *first
+    Task *last
+
+cdef struct Gpu:                # the driver's alone
+    int entered                 # what `enter` gave the driver's thread; less than 0: not in the GPU's context
+    bint watches                # partitions begin when their input is there; else NCCL's stream waits for it
+    Lane work                   # partitions with a copy to be queued, most urgent first
+    Lane unchecked              # at a machine's root: with a collective to be ordered, which may be one that others do not mean,
+    Lane gathers                # or is about results,
+    Lane reductions             # ... or about shares
+    uint32_t group              # collectives that go together at most
+    Post *orders                # room for as many
+    uint32_t n_orders           # elsewhere: of a group that is not complete
+    Awaited awaited[N_STREAMS]
+    Unseen unseen[USER_STREAMS]
+    Places places
 
 cdef struct Core:
     Endpoint *endpoint
@@ -16,6 +44,7 @@ cdef struct Core:
     int64_t credit              # bytes per lane; 0: no bound
     Pool *pool                  # NULL: nothing is compressed
     Machine *machine            # NULL: no other process of this machine shares the work
+    Device *device              # NULL: no tensor on a GPU so far; set once, by any thread
     uint32_t processes          # workers for whom one push stands
     int64_t spin_ns             # how long a driver without work yields before it parks
 
@@ -47,6 +76,7 @@ cdef struct Core:
     uint32_t table_capacity
     uint64_t next_order
     Tensor *tensors
+    Gpu gpu
     bint swept                  # everything has been failed with `failed`
     bint unsent                 # neighbours on this machine have not room for what we have to tell them
     Counters counters

@@ -16,3 +16,4 @@ cdef enum Status:
     E_KERNELS = -10       # the code that sums this element type could not be compiled or loaded
     E_CODEC = -11         # what a worker has compressed does not decode
     E_COMPRESSOR = -12    # the server does not know how this tensor is compressed
+    E_DEVICE = -13        # a GPU or NCCL failed

@@ -23,6 +23,15 @@ class Machine:
         """A process has called join(): rounds close without it. Any thread."""
     def all_joined(self) -> None:
         """Everybody is back. Any thread."""
+    def put_notice(self, text: bytes) -> None:
+        """Write on this process's notice board, in place of what was there."""
+    def notice(self, local_rank: int) -> bytes:
+        """What stands on a process's notice board, or nothing. Any thread."""
+    def group_gpus(self, group_size: int, roots: list[int]) -> None:
+        """Which GPUs reduce together: so many local ranks at a time; and to which of a group, by turns (none: each copies a part)."""
+    @property
+    def collects(self) -> bool:
+        """Whether this process's GPU may be needed by the others."""
     @property
     def deserted(self) -> bool:
         """Whether a neighbour has left in good order."""

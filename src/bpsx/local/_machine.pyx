@@ -10,15 +10,16 @@ import os
 cimport cython
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stddef cimport size_t
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, mmap, munmap
 from posix.unistd cimport close as close_descriptor
 
-from bpsx.core.machine cimport N_DTYPES, Machine as CMachine, Neighbour
-from bpsx.core.post cimport Ring, Segment
-from bpsx.core.sync cimport atomic_load, atomic_store
+from bpsx.core.machine cimport MOST_ROOTS, N_DTYPES, Machine as CMachine, Neighbour
+from bpsx.core.places cimport SLAB
+from bpsx.core.post cimport NOTICE_BYTES, Board, Ring, Segment
+from bpsx.core.sync cimport atomic_add, atomic_load, atomic_store
 from bpsx.kernels.abi cimport fill_in
 from bpsx.transports.abi cimport Endpoint, Message, done_fn
 
@@ -63,9 +64,9 @@ cdef bint load(void *owner, int dtype) noexcept with gil:
 
 
 def head_bytes(int size) -> int:
-    """Bytes before the shares in a segment of a machine with ``size`` processes: whole pages."""
+    """Bytes before the shares in a segment of a machine with ``size`` processes: whole pages, of which the last is the notice board."""
     nbytes = sizeof(Segment) + (size - 1) * sizeof(Ring)
-    return -(-nbytes // 4096) * 4096
+    return -(-nbytes // 4096) * 4096 + sizeof(Board)
 
 
 @cython.no_gc_clear
@@ -144,6 +145,51 @@ cdef class Machine:
         for i in range(self.c.size):
             atomic_store(&self.c.all[i].joined, 0)
 
+    cdef Board *_board(self, int local_rank) except NULL:
+        if not 0 <= local_rank < <int>self.c.size or self.c.all[local_rank].segment == NULL:
+            raise ValueError(f"no notice board of local rank {local_rank}")
+        cdef uint64_t head = head_bytes(self.c.size)
+        return <Board *>(<char *>self.c.all[local_rank].segment + head - sizeof(Board))
+
+    def put_notice(self, bytes text) -> None:
+        """Write on this process's notice board, in place of what was there. One thread. Raises :class:`ValueError` if it does not fit."""
+        cdef Board *board = self._board(self.c.me)
+        if len(text) > NOTICE_BYTES:
+            raise ValueError(f"a notice of {len(text)} bytes; at most {NOTICE_BYTES} are possible")
+        atomic_add(&board.version, 1)       # odd: being written
+        memcpy(board.text, <char *>text, len(text))
+        board.length = len(text)
+        atomic_add(&board.version, 1)
+
+    def notice(self, int local_rank) -> bytes:
+        """What stands on a process's notice board, or nothing. Any thread."""
+        cdef Board *board = self._board(local_rank)
+        cdef int64_t version
+        while True:
+            version = atomic_load(&board.version)
+            found = board.text[:min(board.length, NOTICE_BYTES)]
+            if version % 2 == 0 and atomic_load(&board.version) == version:
+                return found
+
+    def group_gpus(self, int group_size, list roots) -> None:
+        """Which GPUs reduce together: so many local ranks at a time; and to which of a group, by turns (none: each copies a part)."""
+        cdef uint32_t i
+        if not 0 < group_size <= <int>self.c.size or self.c.size % group_size or len(roots) > MOST_ROOTS:
+            raise ValueError(f"groups of {group_size} among {self.c.size} processes, {len(roots)} roots; at most {MOST_ROOTS} roots are possible")
+        if self.c.pinned == NULL:
+            self.c.pinned = <uint8_t *>calloc(self.c.all[self.c.root].nbytes // SLAB + 1, 1)
+            if self.c.pinned == NULL:
+                raise MemoryError("no memory for what is pinned")
+        self.c.group_size, self.c.n_groups, self.c.n_roots = group_size, self.c.size // group_size, len(roots)
+        for i in range(len(roots)):
+            self.c.roots[i] = roots[i]
+        self.c.collects = True
+
+    @property
+    def collects(self) -> bool:
+        """Whether this process's GPU may be needed by the others."""
+        return self.c.collects
+
     @property
     def deserted(self) -> bool:
         """Whether a neighbour has left in good order."""
@@ -180,6 +226,7 @@ cdef class Machine:
                 free(self.c.all[i].overflow.items)
         free(self.c.all)
         free(self.c.parts)
+        free(self.c.pinned)
         free(self.c.early.items)
         free(self.c.tensors)
         free(self.c.work.heap)

@@ -21,7 +21,7 @@ from bpsx.errors import ConfigError, RendezvousError
 from bpsx.local._machine import Machine
 
 _GREETING = struct.Struct("=8sII")
-_MAGIC = b"bpsx-1\0\0"
+_MAGIC = b"bpsx-2\0\0"
 _SLICE = 0.1        # how long one wait lasts before `look` is called again
 _UCRED = struct.Struct("3i")
 

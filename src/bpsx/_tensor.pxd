@@ -1,0 +1,17 @@
+# What other extension modules see of _tensor.pyx.
+from libc.stdint cimport uint32_t, uint64_t
+
+from bpsx.core.partition cimport Tensor as CTensor
+
+
+cdef class Tensor:
+    cdef CTensor c
+    cdef bytes encoded, codec
+    cdef list made              # what keeps compiled codecs alive
+    cdef object gpu
+    cdef readonly str name
+    cdef readonly uint32_t generation
+    cdef readonly uint64_t nbytes
+    cdef str failure            # why every push_pull of it fails, if it does
+
+    cdef put_on(self, gpu)

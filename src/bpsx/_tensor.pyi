@@ -1,0 +1,27 @@
+"""What a name was declared as, for the core; see ``_tensor.pyx``."""
+
+from collections.abc import Sequence
+
+class Tensor:
+    """A declared tensor: its partitions with key, lane and slot. Immutable; any thread."""
+
+    def __init__(
+        self, name: str, dtype: int, parts: Sequence[tuple[int, int, int, int, int]], stages: bytes, generation: int = 0,
+        codec: str = "", made: Sequence[object] = (), on_gpu: bytes = b"",
+    ) -> None:
+        """``parts``: (key, lane, slot, offset, length) each, a list; offset and length in bytes. ``codec``: how it is compressed, for servers;
+        ``made``: a :class:`bpsx.compression.Made` for each partition. ``on_gpu``: the stages of a push_pull on a GPU."""
+    @property
+    def name(self) -> str: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def busy(self) -> bool:
+        """Whether a push_pull of it is under way, as far as the driver knows."""
+    def state(self, saved: list[bytes] | None = None) -> list[bytes]:
+        """What is kept of each compressed partition, once it is what ``saved`` says, if that is given. Not while it is :attr:`busy`."""
+    @property
+    def server_bytes(self) -> int:
+        """How many bytes say what the servers keep of it."""

@@ -1,0 +1,73 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+"""What a name was declared as, for the core: its partitions, and what they go through."""
+from cpython.pycapsule cimport PyCapsule_GetPointer
+from libc.stdint cimport uint32_t
+
+from bpsx.core.device cimport BETWEEN, UP, Device
+from bpsx.core.header cimport MAX_CODEC_BYTES, MAX_NAME_BYTES
+from bpsx.core.packed cimport server_state_bytes, state_of
+from bpsx.core.partition cimport MAX_STAGES
+from bpsx.core.parts cimport free_parts, give_gpu, make_parts, take_gpu
+from bpsx.core.stage cimport COPYH2D
+from bpsx.core.status cimport DONE
+
+
+cdef Device *device_of(gpu):
+    """The table of a :class:`bpsx.local._cuda.Gpu`."""
+    return <Device *>PyCapsule_GetPointer(gpu.abi(), b"bpsx.Device")
+
+
+cdef class Tensor:
+    """A declared tensor: its partitions with key, lane and slot. Immutable once made; made by one thread, used by any."""
+
+    def __cinit__(self, str name, int dtype, list parts, bytes stages, uint32_t generation=0, str codec="", made=(), bytes on_gpu=b""):
+        """``parts``: a list of (key, lane, slot, offset, length), bytes; ``stages``: codes from ``pipeline.py``; ``generation``: which
+        declaration of the name this is. ``codec``: how it is compressed, as servers are told, and ``made``: a :class:`bpsx.compression.Made` for
+        each partition, if it is. ``on_gpu``: the stages of a push_pull on a GPU."""
+        cdef size_t i
+        if max(len(stages), len(on_gpu)) >= MAX_STAGES:
+            raise ValueError(f"{stages!r}, {on_gpu!r}: at most {MAX_STAGES - 1} stages are allowed")
+        self.name, self.generation, self.codec = name, generation, codec.encode()
+        if len(self.codec) > MAX_CODEC_BYTES:
+            raise ValueError(f"tensor {name!r}: {len(self.codec)} bytes say how it is compressed; at most {MAX_CODEC_BYTES} are allowed")
+        self.c.codec, self.c.codec_bytes = self.codec, len(self.codec)
+        self.made = list(made)
+        self.encoded = name.encode()[:MAX_NAME_BYTES]
+        self.c.name, self.c.name_bytes = self.encoded, len(self.encoded)
+        self.c.dtype = dtype
+        self.c.status = DONE
+        for i in range(len(stages)):
+            self.c.on_host[i] = stages[i]
+        for i in range(len(on_gpu)):
+            self.c.on_gpu[i] = on_gpu[i]
+        self.c.stages = &self.c.on_host[0]
+        self.c.last_stream = UP if on_gpu.endswith(bytes([COPYH2D])) else BETWEEN
+        self.nbytes = make_parts(&self.c, parts, self.made)
+
+    def __dealloc__(self):
+        if self.gpu is not None and self.gpu.usable:
+            with self.gpu:
+                take_gpu(&self.c, device_of(self.gpu))
+        free_parts(&self.c)
+
+    cdef put_on(self, gpu):
+        """Before its first push_pull on a GPU. Idempotent. Raises :class:`MemoryError`."""
+        if self.gpu is None:
+            with gpu:
+                give_gpu(&self.c, device_of(gpu))
+            self.gpu = gpu
+
+    @property
+    def busy(self) -> bool:
+        """Whether a push_pull of it is under way, as far as the driver knows."""
+        return self.c.current != NULL
+
+    def state(self, list saved=None) -> list:
+        """What is kept of each compressed partition, as bytes (core/packed.pxd), once it is what ``saved`` says, if that is given. Not while it
+        is :attr:`busy`. Raises :class:`ValueError` for bytes of another length."""
+        return [state_of(self.c.parts[i].packed, saved[i] if saved else None) for i in range(self.c.n_parts)]
+
+    @property
+    def server_bytes(self) -> int:
+        """How many bytes say what the servers keep of it: what :meth:`Core.prepare` with ``keeps`` moves."""
+        return sum([server_state_bytes(self.c.parts[i].packed) for i in range(self.c.n_parts)])

@@ -1,0 +1,235 @@
+# The stages of a partition on a GPU: they are queued here, and seen to have come. Only the driver calls these; see "GPUs" in ARCHITECTURE.md.
+#
+# Nothing here waits for the GPU. What has been queued on one stream comes in that order, so of each stream only the oldest event is asked for.
+from libc.stdint cimport uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+
+from bpsx.core.device cimport BETWEEN, DOWN, N_STREAMS, UP, Device, item_bytes
+from bpsx.core.machine cimport Machine, post_results, tell_root
+from bpsx.core.partition cimport EVERYBODY, OnGpu, Partition, Task
+from bpsx.core.places cimport free_places, take_place
+from bpsx.core.post cimport IS_COPIED, IS_LOADED, Post
+from bpsx.core.queue cimport heap_pop
+from bpsx.core.stage cimport COPYD2H, COPYH2D, advance, begin, fail_partition, give_up
+from bpsx.core.state cimport USER_STREAMS, Core
+from bpsx.core.status cimport DONE, E_DEVICE, E_MEMORY
+
+
+cdef inline bint awaited(Core *c) noexcept nogil:
+    """Whether the GPU is at something whose end has to be seen."""
+    cdef int i
+    for i in range(N_STREAMS):
+        if c.gpu.awaited[i].first != NULL:
+            return True
+    for i in range(USER_STREAMS):
+        if c.gpu.unseen[i].first != NULL:
+            return True
+    return False
+
+
+cdef inline bint under_way(Core *c, Partition *p) noexcept nogil:
+    return p.tensor.status == DONE and p.tensor.current != NULL and not c.failed
+
+
+cdef inline int mark(Core *c, Partition *p, int which) noexcept nogil:
+    """Record the partition's event on a stream: what it has queued there has come with that. 0, or an error."""
+    return c.device.record(c.device.self, p.gpu.queued[which], c.device.streams[which])
+
+
+cdef inline void await_end(Core *c, Partition *p, int which) noexcept nogil:
+    """Have `arrived` called when the partition's event on that stream comes."""
+    p.gpu.next = NULL
+    if c.gpu.awaited[which].first == NULL:
+        c.gpu.awaited[which].first = p
+    else:
+        c.gpu.awaited[which].last.gpu.next = p
+    c.gpu.awaited[which].last = p
+
+
+cdef inline void land(Partition *p) noexcept nogil:
+    """From here on the partition is on the host."""
+    p.target = p.gpu.host
+    if p.source != NULL:
+        p.source = p.gpu.host
+
+
+cdef inline void own_part(Machine *m, OnGpu *g, uint64_t nbytes, uint64_t item) noexcept nogil:
+    """Which bytes of a partition this process's GPU adds up and copies: by `g.owner`."""
+    cdef uint32_t me = m.me % m.group_size
+    if g.owner == EVERYBODY:
+        g.length = nbytes // item // m.group_size * item
+        g.begin = me * g.length
+        if me == m.group_size - 1:
+            g.length = nbytes - g.begin
+    else:
+        g.begin = 0
+        g.length = nbytes if g.owner == me else 0
+
+
+cdef inline uint32_t copiers(Machine *m, OnGpu *g) noexcept nogil:
+    """How many other processes copy something. At the root."""
+    if g.owner == EVERYBODY:
+        return m.size - 1
+    return m.n_groups - (g.owner == m.root % m.group_size)
+
+
+cdef inline bint find_place(Core *c, Partition *p) noexcept nogil:
+    """Pinned memory for this round. False when there is none, and everything has failed."""
+    cdef OnGpu *g = p.gpu
+    g.place = take_place(&c.gpu.places, c.device, c.machine, p.length * (c.machine.n_groups if c.machine != NULL else 1))
+    if g.place == NULL:
+        give_up(c, E_MEMORY)
+        return False
+    g.host = g.place.host
+    return True
+
+
+cdef inline void copy_down(Core *c, Partition *p) noexcept nogil:
+    """COPYD2H: this process's part, into the pinned place."""
+    cdef Device *d = c.device
+    cdef OnGpu *g = p.gpu
+    cdef char *to
+    cdef int rc = 0
+    if c.machine == NULL:
+        if not find_place(c, p):
+            return
+        g.begin = 0
+        g.length = p.length if p.source != NULL else 0      # a broadcast's receivers push nothing
+        g.data = p.source
+        if g.length and g.place.used:
+            rc = d.wait(d.self, d.streams[DOWN], g.place.up)
+    else:
+        rc = d.wait(d.self, d.streams[DOWN], g.queued[BETWEEN])
+    if rc == 0 and g.length:
+        to = g.host + g.begin
+        if c.machine != NULL and not p.tensor.current.broadcast:
+            to += c.machine.me // c.machine.group_size * p.length
+        rc = d.copy(d.self, to, g.data + g.begin, g.length, d.streams[DOWN])
+        if rc == 0:
+            rc = mark(c, p, DOWN)
+    if rc != 0:
+        give_up(c, E_DEVICE)
+    elif g.length:
+        await_end(c, p, DOWN)
+    else:
+        land(p)
+        advance(c, p)
+
+
+cdef inline void copy_up(Core *c, Partition *p) noexcept nogil:
+    """COPYH2D: this process's part, from the pinned place into the output."""
+    cdef Device *d = c.device
+    cdef OnGpu *g = p.gpu
+    cdef Task *task = p.tensor.current
+    cdef int rc = 0
+    if c.machine == NULL:
+        g.length = p.length
+    else:
+        own_part(c.machine, g, p.length, item_bytes(p.tensor.dtype))
+        if c.machine.me == c.machine.root:
+            g.expected = copiers(c.machine, g)
+            g.loaded = 0
+            p.result_owner = c.machine.me
+            p.result_offset = g.place.offset
+            rc = -post_results(c.machine, p, 0, 0, 0)
+    if g.length and task.output != NULL:
+        rc = d.copy(d.self, task.output + p.offset + g.begin, g.host + g.begin, g.length, d.streams[UP])
+    if rc == 0 and c.machine == NULL:
+        rc = d.record(d.self, g.place.up, d.streams[UP])
+        g.place.used = True
+    if rc == 0:
+        rc = mark(c, p, UP)
+    if rc != 0:
+        give_up(c, E_DEVICE)
+    elif p.tensor.recorded or c.machine != NULL and g.length:
+        await_end(c, p, UP)
+    else:
+        advance(c, p)
+
+
+cdef inline void arrived(Core *c, Partition *p) noexcept nogil:
+    """What the partition's stage had queued is over."""
+    cdef int stage = p.tensor.stages[p.stage], rc = 0
+    cdef bint tells = c.machine != NULL and c.machine.me != c.machine.root
+    if p.gpu.doom:
+        fail_partition(c, p, p.gpu.doom, p.gpu.doom_a, p.gpu.doom_b)
+        return
+    if stage == COPYD2H:
+        land(p)
+        if tells:
+            rc = tell_root(c.machine, p, IS_COPIED, 0)
+    elif stage == COPYH2D and tells:
+        rc = tell_root(c.machine, p, IS_LOADED, 0)
+    if rc != 0:
+        give_up(c, E_MEMORY)
+    else:
+        advance(c, p)
+
+
+cdef inline int look_at_user(Core *c) noexcept nogil:
+    """Begin tasks whose input the GPU has made. Returns how many."""
+    cdef Task *task
+    cdef int i, rc, n = 0
+    for i in range(USER_STREAMS):
+        while c.gpu.unseen[i].first != NULL and not c.failed:
+            task = c.gpu.unseen[i].first
+            rc = c.device.query(c.device.self, task.ready)
+            if rc == 0:
+                break
+            n += 1
+            c.gpu.unseen[i].first = task.next_unseen
+            if rc < 0:
+                give_up(c, E_DEVICE)
+            else:
+                begin(c, task)
+    return n
+
+
+cdef inline int pump_gpu(Core *c) noexcept nogil:
+    """Queue what is due, most urgent first, and see what has come. Returns how many partitions."""
+    cdef Partition *p
+    cdef int i, rc, n = look_at_user(c)
+    while c.gpu.work.size:
+        p = heap_pop(&c.gpu.work)
+        n += 1
+        if not under_way(c, p):
+            continue
+        if p.tensor.stages[p.stage] == COPYD2H:
+            copy_down(c, p)
+        else:
+            copy_up(c, p)
+    for i in range(N_STREAMS):
+        while c.gpu.awaited[i].first != NULL and not c.failed:
+            p = c.gpu.awaited[i].first
+            rc = c.device.query(c.device.self, p.gpu.queued[i])
+            if rc == 0:
+                break
+            n += 1
+            c.gpu.awaited[i].first = p.gpu.next
+            if rc < 0:
+                give_up(c, E_DEVICE)
+            elif under_way(c, p):
+                arrived(c, p)
+    return n
+
+
+cdef inline int prepare_gpu(Core *c, Device *d, uint32_t group) except -1:
+    """Before the first task on it. Raises MemoryError."""
+    c.gpu.group = group
+    c.gpu.watches = c.machine == NULL or not c.machine.alone
+    c.gpu.entered = -1
+    c.gpu.orders = <Post *>calloc(group, sizeof(Post))
+    if c.gpu.orders == NULL:
+        raise MemoryError("no memory for NCCL's orders")
+    c.device = d
+    return 0
+
+
+cdef inline void forget_gpu(Core *c) noexcept nogil:
+    """When nobody drives any more. Its context may be gone: events are, then."""
+    free_places(&c.gpu.places, NULL)
+    free(c.gpu.work.heap)
+    free(c.gpu.unchecked.heap)
+    free(c.gpu.gathers.heap)
+    free(c.gpu.reductions.heap)
+    free(c.gpu.orders)

@@ -1,0 +1,412 @@
+# Collectives of a machine's GPUs: who says when which one is queued. Only the driver calls these; see "GPUs" in ARCHITECTURE.md.
+#
+# NCCL wants one order everywhere, or GPUs wait for each other for ever. The root says which: an ORDER goes to everybody, in the same sequence, and
+# whoever reads one queues just that, whatever has become of the tensor meanwhile: without one it gives zeros, and throws away what it gets.
+from libc.stdint cimport uint32_t, uint64_t
+from libc.string cimport memset
+
+from bpsx.core.device cimport (
+    ALL_GATHER, ALL_REDUCE, BETWEEN, BROADCAST_FROM, MEAN, REDUCE_SCATTER, REDUCE_TO, SUM, Device, item_bytes,
+)
+from bpsx.core.gpu cimport await_end, copiers, find_place, mark, own_part, under_way
+from bpsx.core.machine cimport PART_BITS, Machine, memory_at, partition_of, queue_post, send_post
+from bpsx.core.partition cimport EVERYBODY, OnGpu, Partition, Task
+from bpsx.core.places cimport SLAB
+from bpsx.core.post cimport GATHERS, IS_BROADCAST, IS_COPIED, IS_ORDER, MORE, ON_GPU, STANDS_IN, Post
+from bpsx.core.queue cimport heap_pop, heap_push
+from bpsx.core.stage cimport (
+    BROADCAST, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, COPYD2H, END, PUSH, REDUCE, advance, enter, fail_partition, give_up,
+)
+from bpsx.core.state cimport Core
+from bpsx.core.status cimport DONE, E_DEVICE, E_JOINED, E_MEMORY, E_MISMATCH, E_PROTOCOL
+from bpsx.core.sync cimport atomic_load
+
+cdef enum:
+    NOBODY = 0xFFFFFFFE         # of this machine: whose data a broadcast is about
+    SMALL_PART = 1 << 16        # bytes: parts that are smaller are not worth a copy each
+
+
+# ---- at the root: what comes next
+
+cdef inline bint agree_on_gpu(Machine *m, Partition *p, uint32_t *who) noexcept nogil:
+    """Whether everybody asks for what the root asks for, on a GPU."""
+    cdef Task *task = p.tensor.current
+    cdef uint32_t i
+    for i in range(m.size):
+        if p.shares[i].flags and (p.shares[i].divisor != task.divisor or not p.shares[i].flags & ON_GPU or
+                                  ((p.shares[i].flags & IS_BROADCAST) != 0) != task.broadcast):
+            who[0] = m.first_rank + i
+            return False
+    return True
+
+
+cdef inline bint present(Machine *m, Partition *p, uint32_t i) noexcept nogil:
+    """Whether a process gives a share in this round."""
+    if i == m.me:
+        return p.tensor.current.handle != NULL
+    return p.shares[i].flags != 0
+
+
+cdef inline uint32_t first_owner(Machine *m, Partition *p) noexcept nogil:
+    """A rank in the groups that stands for a process that is there, in each of them; NOBODY: none does. The root's, if it can be."""
+    cdef uint32_t candidate, i, k
+    cdef bint there
+    for k in range(m.group_size):
+        candidate = (m.root - k) % m.group_size
+        there = True
+        for i in range(m.n_groups):
+            there = there and present(m, p, i * m.group_size + candidate)
+        if there:
+            return candidate
+    return NOBODY
+
+
+cdef inline uint32_t choose_owner(Machine *m, Partition *p) noexcept nogil:
+    """Who copies the partition: see OnGpu.owner."""
+    cdef uint32_t i
+    for i in range(m.size):
+        if not present(m, p, i):                # it has joined
+            return first_owner(m, p)
+    if p.packed != NULL:
+        return m.root % m.group_size
+    if m.n_roots:
+        return m.roots[((p.key >> PART_BITS) + p.key) % m.n_roots] % m.group_size
+    if p.length < <uint64_t>SMALL_PART * m.group_size:
+        return m.root % m.group_size
+    return EVERYBODY
+
+
+cdef inline uint32_t reduction_of(Machine *m, Partition *p) noexcept nogil:
+    """How the GPUs of a group add; what is left to divide by stays in `p.divisor`."""
+    cdef bint halves = p.tensor.dtype == 1 or p.tensor.dtype == 2
+    cdef bint floats = halves or p.tensor.dtype == 3 or p.tensor.dtype == 4
+    if m.alone:
+        return MEAN if floats and p.divisor == m.size else SUM
+    if halves and p.divisor % m.size == 0:
+        # The machine's sum could overflow where the average does not: its mean travels.
+        p.divisor //= m.size
+        return MEAN
+    return SUM
+
+
+cdef inline void describe(Core *c, Partition *p, bint gathers, Post *order) noexcept nogil:
+    """The ORDER for a partition."""
+    cdef Machine *m = c.machine
+    cdef Task *task = p.tensor.current
+    memset(order, 0, sizeof(Post))
+    order.key = p.key
+    order.flags = IS_ORDER | ON_GPU | (GATHERS if gathers else 0) | (IS_BROADCAST if task.broadcast else 0)
+    order.nbytes = p.length
+    order.dtype = p.tensor.dtype
+    order.round = p.round
+    order.group_owner = p.gpu.owner
+    order.owner = NOBODY
+    if task.broadcast and task.divisor - m.first_rank < m.size:
+        order.owner = task.divisor - m.first_rank
+    order.reduction = p.gpu.reduction
+    if p.gpu.place != NULL:
+        order.offset = p.gpu.place.offset
+        order.slab = p.gpu.place.slab
+        order.slab_bytes = p.gpu.place.slab_bytes
+
+
+cdef inline void tell_all(Machine *m, Partition *p, const Post *order, bint more, int *failed) noexcept nogil:
+    cdef Post post
+    cdef uint32_t i
+    for i in range(m.size):
+        if i == m.me:
+            continue
+        post = order[0]
+        post.round = p.shares[i].round
+        if not p.shares[i].takes_part:
+            post.flags |= STANDS_IN
+        if more:
+            post.flags |= MORE
+        failed[0] |= send_post(m, i, &post)
+
+
+cdef inline void refuse(Core *c, Partition *p, int status, uint32_t a, uint32_t b) noexcept nogil:
+    """The round cannot be: other machines have to be told, by a push without a body."""
+    if c.machine.alone:
+        fail_partition(c, p, status, a, b)
+        return
+    p.share_status = status
+    p.share_a = a
+    p.share_b = b
+    p.source = NULL
+    while p.tensor.stages[p.stage] != PUSH:
+        p.stage += 1
+    enter(c, p)
+
+
+cdef inline void check_shares(Core *c, Partition *p) noexcept nogil:
+    """Everybody's share is there: see whether they fit, decide who copies what."""
+    cdef Machine *m = c.machine
+    cdef Task *task = p.tensor.current
+    cdef uint32_t i, other = 0
+    p.share_status = 0
+    if not agree_on_gpu(m, p, &other):
+        refuse(c, p, E_MISMATCH, m.first_rank + m.me, other)
+        return
+    if task.broadcast and task.divisor - m.first_rank < m.size and not present(m, p, task.divisor - m.first_rank):
+        refuse(c, p, E_JOINED, task.divisor, task.divisor)
+        return
+    p.gpu.owner = choose_owner(m, p)
+    if p.gpu.owner == NOBODY:
+        refuse(c, p, E_JOINED, m.first_rank, m.first_rank)
+        return
+    for i in range(m.size):
+        p.shares[i].takes_part = p.shares[i].flags != 0
+    p.gpu.reduction = SUM if task.broadcast else reduction_of(m, p)
+    p.gpu.copied = 0
+    p.gpu.expected = copiers(m, p.gpu)
+    if task.broadcast:
+        i = task.divisor - m.first_rank
+        p.gpu.expected = i < m.size and i != m.me
+        if i >= m.size:
+            p.source = NULL                     # another machine's
+    if not m.alone and not find_place(c, p):
+        return
+    p.order = c.next_order
+    c.next_order += 1
+    if heap_push(&c.gpu.reductions, p) != 0:
+        give_up(c, E_MEMORY)
+
+
+cdef inline int order_next(Core *c) noexcept nogil:
+    """Tell everybody what to queue next: a group of what is due, results first. Returns how many partitions."""
+    cdef Machine *m = c.machine
+    cdef Partition *p
+    cdef Partition *following
+    cdef uint32_t n = 0
+    cdef int failed = 0
+    p = next_due(c)
+    while p != NULL:
+        describe(c, p, p.tensor.stages[p.stage] == BROADCAST, &c.gpu.orders[n])
+        n += 1
+        following = next_due(c) if n < c.gpu.group else NULL
+        tell_all(m, p, &c.gpu.orders[n - 1], following != NULL, &failed)
+        p = following
+    if failed:
+        give_up(c, E_MEMORY)
+    elif n:
+        carry_out(c, n)
+    return n
+
+
+cdef inline Partition *next_due(Core *c) noexcept nogil:
+    cdef Partition *p
+    while c.gpu.gathers.size or c.gpu.reductions.size:
+        p = heap_pop(&c.gpu.gathers if c.gpu.gathers.size else &c.gpu.reductions)
+        if under_way(c, p):
+            return p
+    return NULL
+
+
+cdef inline int pump_orders(Core *c) noexcept nogil:
+    """The root's turn. Returns how many partitions went on."""
+    cdef Partition *p
+    cdef int n = 0
+    while c.gpu.unchecked.size:
+        p = heap_pop(&c.gpu.unchecked)
+        n += 1
+        if under_way(c, p):
+            check_shares(c, p)
+    if atomic_load(&c.device.ready):
+        while (c.gpu.gathers.size or c.gpu.reductions.size) and not c.failed:
+            n += order_next(c)
+    return n
+
+
+# ---- everywhere: what has been ordered
+
+cdef inline bint means_this(Core *c, Partition *p, const Post *order) noexcept nogil:
+    """Whether the round that an order is about is under way here."""
+    cdef int wanted
+    if p == NULL or order.flags & STANDS_IN or not under_way(c, p) or not p.on_gpu or p.round != order.round or p.length != order.nbytes:
+        return False
+    if c.machine.me == c.machine.root:
+        wanted = BROADCAST if order.flags & GATHERS else REDUCE
+    else:
+        wanted = COORDINATE_BROADCAST if order.flags & GATHERS else COORDINATE_REDUCE
+    return p.tensor.stages[p.stage] == wanted
+
+
+cdef inline int reduce_parts(Core *c, const Post *o, char *give, char *get) noexcept nogil:
+    """Queue the collective about shares. 0, or an error."""
+    cdef Machine *m = c.machine
+    cdef Device *d = c.device
+    cdef void *stream = d.streams[BETWEEN]
+    cdef uint64_t item = item_bytes(o.dtype), n = o.nbytes // item, each = n // m.group_size, rest = n - each * m.group_size
+    cdef int rc = 0
+    if m.alone and o.flags & IS_BROADCAST:
+        return d.collect(d.self, BROADCAST_FROM, give, get, o.nbytes, 5, 0, o.owner, stream)
+    if o.flags & IS_BROADCAST:
+        return 0                                # its owner copies it down, and that is all
+    if m.alone:
+        return d.collect(d.self, ALL_REDUCE, give, get, n, o.dtype, o.reduction, 0, stream)
+    if o.group_owner != EVERYBODY:
+        return d.collect(d.self, REDUCE_TO, give, get, n, o.dtype, o.reduction, o.group_owner, stream)
+    rc = d.begin_group(d.self)
+    if rc == 0:
+        rc = d.collect(d.self, REDUCE_SCATTER, give, get + (m.me % m.group_size) * each * item, each, o.dtype, o.reduction, 0, stream)
+    if rc == 0 and rest:
+        rc = d.collect(d.self, REDUCE_TO, give + (n - rest) * item, get + (n - rest) * item, rest, o.dtype, o.reduction, m.group_size - 1, stream)
+    return d.end_group(d.self) if rc == 0 else rc
+
+
+cdef inline int gather_parts_of(Core *c, const Post *o, char *at) noexcept nogil:
+    """Queue the collective about the result, whose parts lie in place. 0, or an error."""
+    cdef Machine *m = c.machine
+    cdef Device *d = c.device
+    cdef void *stream = d.streams[BETWEEN]
+    cdef uint64_t item = item_bytes(o.dtype), n = o.nbytes // item, each = n // m.group_size, rest = n - each * m.group_size
+    cdef uint64_t own = (m.me % m.group_size) * each * item
+    cdef int rc
+    if o.group_owner != EVERYBODY:
+        return d.collect(d.self, BROADCAST_FROM, at, at, o.nbytes, 5, 0, o.group_owner, stream)
+    rc = d.begin_group(d.self)
+    if rc == 0:
+        rc = d.collect(d.self, ALL_GATHER, at + own, at, each * item, 5, 0, 0, stream)
+    if rc == 0 and rest:
+        rc = d.collect(d.self, BROADCAST_FROM, at + (n - rest) * item, at + (n - rest) * item, rest * item, 5, 0, m.group_size - 1, stream)
+    return d.end_group(d.self) if rc == 0 else rc
+
+
+cdef inline int launch(Core *c, Partition *p, const Post *order) noexcept nogil:
+    """Queue what is ordered, with the partition's memory if there is one. 0, or an error."""
+    cdef Device *d = c.device
+    cdef Task *task = p.tensor.current if p != NULL else NULL
+    cdef char *give = d.zeros
+    cdef char *get = d.waste
+    cdef int rc = 0
+    if order.nbytes == 0:
+        return 0
+    if task != NULL and task.output != NULL:
+        get = task.output + p.offset
+        give = task.input + p.offset if task.input != NULL else get
+    elif order.nbytes > d.most:
+        return -1
+    if task != NULL and not c.gpu.watches and not task.followed and task.ready != NULL:
+        task.followed = True
+        rc = d.wait(d.self, d.streams[BETWEEN], task.ready)
+    if order.flags & GATHERS and rc == 0:
+        return gather_parts_of(c, order, get)
+    return reduce_parts(c, order, give, get) if rc == 0 else rc
+
+
+cdef inline void take_part(Core *c, Partition *p, const Post *order) noexcept nogil:
+    """The partition's collective has been queued: on to what comes after it."""
+    cdef Machine *m = c.machine
+    cdef OnGpu *g = p.gpu
+    cdef Task *task = p.tensor.current
+    if m.me != m.root:
+        advance(c, p)                           # out of COORDINATE_...
+    if not order.flags & GATHERS and not m.alone:
+        g.owner = order.group_owner
+        g.data = task.output + p.offset if task.output != NULL else c.device.waste
+        own_part(m, g, p.length, item_bytes(order.dtype))
+        if order.flags & IS_BROADCAST:
+            g.begin = 0
+            g.length = p.length if order.owner == m.me else 0
+            g.data = task.input + p.offset
+        if m.me != m.root and not reach(c, p, order):
+            give_up(c, E_PROTOCOL)
+            return
+        if m.me == m.root and (order.owner != NOBODY or not order.flags & IS_BROADCAST):
+            p.source = g.host                   # there will be something, whoever copies it
+    if mark(c, p, BETWEEN) != 0:
+        give_up(c, E_DEVICE)
+    elif p.tensor.recorded:
+        await_end(c, p, BETWEEN)
+    else:
+        advance(c, p)
+
+
+cdef inline bint reach(Core *c, Partition *p, const Post *post) noexcept nogil:
+    """Let our copy engines reach a place in the root's segment. False if it cannot be one."""
+    cdef Machine *m = c.machine
+    cdef char *slab = memory_at(m, m.root, post.slab, post.slab_bytes)
+    if slab == NULL or post.slab % SLAB or post.offset < post.slab or post.offset - post.slab + p.length * m.n_groups > post.slab_bytes:
+        return False
+    if not m.pinned[post.slab // SLAB]:
+        if c.device.pin(c.device.self, slab, post.slab_bytes) != 0:
+            return False
+        m.pinned[post.slab // SLAB] = 1
+    p.gpu.host = slab + (post.offset - post.slab)
+    return True
+
+
+cdef inline void carry_out(Core *c, uint32_t n) noexcept nogil:
+    """Queue the first n orders as one group, in their sequence."""
+    cdef Device *d = c.device
+    cdef Partition *p
+    cdef uint32_t i
+    cdef int rc = d.begin_group(d.self) if n > 1 else 0
+    for i in range(n):
+        p = partition_of(c.machine, c.gpu.orders[i].key)
+        c.gpu.orders[i].takes_part = means_this(c, p, &c.gpu.orders[i])
+        if rc == 0:
+            rc = launch(c, p if c.gpu.orders[i].takes_part else NULL, &c.gpu.orders[i])
+    if n > 1 and rc == 0:
+        rc = d.end_group(d.self)
+    if rc != 0:
+        give_up(c, E_DEVICE)
+        return
+    for i in range(n):
+        if c.gpu.orders[i].takes_part:
+            take_part(c, partition_of(c.machine, c.gpu.orders[i].key), &c.gpu.orders[i])
+
+
+# ---- what the others say
+
+cdef inline int take_order(Core *c, const Post *order) noexcept nogil:
+    """0, or -1 if it makes no sense."""
+    cdef uint32_t n = c.gpu.n_orders
+    if c.device == NULL or c.gpu.orders == NULL or n == c.gpu.group or not atomic_load(&c.device.ready):
+        return -1
+    c.gpu.orders[n] = order[0]
+    c.gpu.n_orders += 1
+    if not order.flags & MORE:
+        c.gpu.n_orders = 0
+        if not c.failed:
+            carry_out(c, n + 1)
+    return 0
+
+
+cdef inline int take_word(Core *c, const Post *post) noexcept nogil:
+    """At the root: somebody has copied its part. 0, or -1 if it makes no sense."""
+    cdef Partition *p = partition_of(c.machine, post.key)
+    if p == NULL or p.gpu == NULL:
+        return -1
+    if not under_way(c, p) or not p.on_gpu or p.shares[post.owner].round != post.round:
+        return 0                                # failed meanwhile
+    if post.flags & IS_COPIED:
+        p.gpu.copied += 1
+        if p.tensor.stages[p.stage] == COORDINATE_PUSH and p.gpu.copied >= p.gpu.expected:
+            advance(c, p)
+    else:
+        p.gpu.loaded += 1
+        if p.tensor.stages[p.stage] == COORDINATE_BROADCAST and p.gpu.loaded >= p.gpu.expected:
+            advance(c, p)
+    return 0
+
+
+cdef inline int take_gpu_result(Core *c, Partition *p, const Post *post) noexcept nogil:
+    """Elsewhere: the result is on the host, or the round has failed. 0, or -1 if it makes no sense."""
+    cdef int stage = p.tensor.stages[p.stage]
+    if post.status < 0:
+        if stage == COORDINATE_REDUCE or stage == COORDINATE_PUSH or stage == COORDINATE_BROADCAST:
+            fail_partition(c, p, post.status, post.detail_a, post.detail_b)
+        else:                                   # it waits for an event
+            p.gpu.doom = post.status
+            p.gpu.doom_a = post.detail_a
+            p.gpu.doom_b = post.detail_b
+        return 0
+    if stage == COORDINATE_REDUCE or not reach(c, p, post):
+        return -1
+    p.gpu.owner = post.group_owner
+    p.gpu.answered = True
+    if stage == COORDINATE_PUSH:
+        advance(c, p)
+    return 0

@@ -1,0 +1,107 @@
+"""Where tensors are: in the host's memory, or on this process's GPU, which is opened when the first tensor on it comes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from bpsx._core import Core
+from bpsx.config import Config
+from bpsx.errors import ConfigError
+from bpsx.neighbourhood import Neighbourhood
+
+if TYPE_CHECKING:
+    from bpsx.local._cuda import Gpu
+    from bpsx.local.gpus import Meeting
+
+#: Gives the stream on which the caller works right now, as CUDA's handle.
+Streams = Callable[[], int]
+
+
+class View(Protocol):
+    """What a framework hands over; see :class:`bpsx._adapter.TensorView`."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def owner(self) -> object: ...
+    @property
+    def gpu(self) -> int: ...
+    @property
+    def streams(self) -> Streams | None: ...
+
+
+class OnGpu(NamedTuple):
+    """Where a tensor is that is on a GPU, as :meth:`bpsx._core.Core.prepare` takes it."""
+
+    gpu: Gpu
+    streams: Streams
+
+
+class Devices:
+    """The GPU of a session. Thread-safe."""
+
+    def __init__(self, config: Config, near: Neighbourhood, fail: Callable[[str], None]) -> None:
+        """``fail``: called with a text, on another thread, when the GPUs of this machine do not come together."""
+        self._config, self._near, self._fail = config, near, fail
+        self._lock = threading.Lock()
+        self._gpu: Gpu | None = None
+        self._meeting: Meeting | None = None
+        self._closed = False
+
+    def place(self, core: Core, name: str, source: View, target: View) -> OnGpu | None:
+        """Where a tensor is: None for the host's memory.
+
+        Raises :class:`~bpsx.errors.ConfigError` if its output is elsewhere, on a second GPU, or while its stream is being captured into a CUDA graph.
+        """
+        if source.gpu < 0 and target.gpu < 0:
+            return None
+        if source.gpu != target.gpu or source.streams is None:
+            where = ["the host's memory" if gpu < 0 else f"GPU {gpu}" for gpu in (source.gpu, target.gpu)]
+            raise ConfigError(f"{name!r}: input is in {where[0]}, output in {where[1]}: must be alike")
+        gpu = self._gpu
+        if gpu is None or gpu.ordinal != source.gpu:
+            gpu = self._open(core, name, source.gpu)
+        gpu.check_stream(source.streams(), repr(name))
+        return OnGpu(gpu, source.streams)
+
+    def _open(self, core: Core, name: str, ordinal: int) -> Gpu:
+        from bpsx.local._cuda import Gpu
+        from bpsx.local.gpus import Meeting
+
+        with self._lock:
+            if self._gpu is not None and self._gpu.ordinal != ordinal:
+                raise ConfigError(f"{name!r}: this tensor is on GPU {ordinal}, and an earlier one was on GPU {self._gpu.ordinal}: a process has one GPU; "
+                                  "start one process for each (BYTEPS_LOCAL_SIZE)")
+            if self._closed:
+                raise ConfigError(f"{name!r}: bpsx was shut down")
+            if self._gpu is None:
+                gpu = Gpu(ordinal)
+                core.open_gpu(gpu, self._config.nccl_group)
+                if self._near.machine is not None:
+                    self._meeting = Meeting(self._config, self._near.machine, gpu, core.look, self._fail)
+                    self._meeting.start()
+                self._gpu = gpu
+            return self._gpu
+
+    def cut_off(self) -> None:
+        """The job has failed: nothing on the GPU shall wait for another process any more."""
+        if self._gpu is not None:
+            self._gpu.abort()
+
+    def close(self) -> None:
+        """After the core has been closed. Idempotent."""
+        with self._lock:
+            self._closed = True
+        if self._meeting is not None:
+            self._meeting.stop()
+            self._meeting.join(1.0)     # NCCL may wait in it for somebody who is dead: it is a daemon
+        if self._gpu is not None and (self._meeting is None or not self._meeting.is_alive()):
+            self._gpu.close()

@@ -1,0 +1,58 @@
+"""A GPU and NCCL for the core; see ``_cuda.pyx``."""
+
+from types import TracebackType
+from typing import Any
+
+class Gpu:
+    """One GPU of this process. ``with`` makes its context the thread's. Thread-safe.
+
+    Raises :class:`~bpsx.errors.ConfigError` where there is no driver or no such GPU, :class:`~bpsx.errors.DeviceError` when the driver fails.
+    """
+
+    def __init__(self, ordinal: int) -> None: ...
+    def __enter__(self) -> Gpu: ...
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None: ...
+    @property
+    def ordinal(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def bus(self) -> str:
+        """Its PCI address."""
+    @property
+    def failure(self) -> str:
+        """What has failed first while the core was at it, or an empty string."""
+    @property
+    def usable(self) -> bool:
+        """Whether it has not been closed, and this is not a forked child."""
+    def abi(self) -> Any:
+        """The table for the core: a capsule, valid as long as this object."""
+    def check_stream(self, stream: int, what: str) -> None:
+        """Refuse a stream that is being captured into a CUDA graph. Raises :class:`~bpsx.errors.ConfigError`."""
+    def event(self) -> int:
+        """An event that nobody else has; :meth:`give` takes it back."""
+    def give(self, event: int) -> None:
+        """Take an event back for the next who asks."""
+    def record(self, event: int, stream: int) -> None:
+        """The event comes when all that ``stream`` has queued so far is over."""
+    def wait(self, stream: int, event: int) -> None:
+        """What ``stream`` queues from now on comes after the event. The caller does not wait."""
+    def come(self, event: int) -> bool:
+        """Whether an event has come."""
+    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Queue a copy on ``stream``."""
+    def open_nccl(self) -> int:
+        """Find NCCL, which somebody has loaded; its version. Raises :class:`~bpsx.errors.ConfigError`."""
+    def unique_id(self) -> bytes:
+        """What the processes of a communicator have to share. After :meth:`open_nccl`."""
+    def join(self, unique_id: bytes, rank: int, size: int, most: int, rings: int = 0) -> None:
+        """Become one of the ``size`` processes of the communicator; waits for the others. ``most``: bytes of a partition; ``rings``: channels."""
+    def made_ready(self) -> None:
+        """All have joined: the core may begin."""
+    def abort(self) -> None:
+        """End what waits on the GPU for another process. Any thread. Idempotent."""
+    def close(self) -> None:
+        """Give everything back, after the core has been closed. Idempotent."""
+
+def where(address: int) -> int:
+    """The GPU that has the memory at ``address``, or -1 if it is not a GPU's."""
