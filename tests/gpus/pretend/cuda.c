@@ -218,10 +218,9 @@ static void add(uintptr_t start, size_t bytes, enum kind kind) {
     ranges = r;
 }
 
-/* Takes the range that begins at `start` out; CUDA waits for the GPU before it takes memory away, so this does, too. */
+/* Takes the range that begins at `start` out. */
 static int take(uintptr_t start, enum kind kind) {
     struct range **at = &ranges;
-    sit_out();
     while (*at && ((*at)->start != start || (*at)->kind != kind)) at = &(*at)->next;
     struct range *r = *at;
     if (!r) return 0;
@@ -243,7 +242,7 @@ static int pieces(uintptr_t start, size_t bytes) {
 /* Whether the driver knows all of it: a GPU could read it. */
 int pretend_known(uintptr_t start, size_t bytes) { pthread_mutex_lock(&lock); return locked(!bytes || pieces(start, bytes) > 0); }
 
-/* From now on it is memory of this thread's GPU (the first one's without a context), until forgotten. The test's arrays live there. */
+/* From now on it is memory of this thread's GPU (the first one's without a context), until forgotten. Tests' arrays live there. */
 void pretend_device_memory(uintptr_t start, size_t bytes) { pthread_mutex_lock(&lock); add(start, bytes, DEVICE); pthread_mutex_unlock(&lock); }
 int pretend_forget_memory(uintptr_t start) { pthread_mutex_lock(&lock); return locked(take(start, DEVICE) ? OK : INVALID_VALUE); }
 
@@ -257,8 +256,10 @@ static int allocate(void **memory, size_t bytes, enum kind kind) {
     return locked(OK);
 }
 
+/* CUDA waits for all streams before it takes memory away. */
 static int give_back(void *memory, enum kind kind) {
     pthread_mutex_lock(&lock);
+    sit_out();
     int there = take((uintptr_t)memory, kind);
     pthread_mutex_unlock(&lock);
     if (there) free(memory);
@@ -282,6 +283,7 @@ int cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
 int cuMemHostUnregister(void *memory) {
     ENTER(CONTEXT);
     pthread_mutex_lock(&lock);
+    sit_out();
     return locked(take((uintptr_t)memory, REGISTERED) ? OK : NOT_REGISTERED);
 }
 
