@@ -2,7 +2,7 @@
  *
  * The ranks of a communicator meet in a memory file that ncclGetUniqueId opens; the id says where it is in /proc: no name is left anywhere.
  * In it each rank has a slot for all others, and one for each other. Nobody writes but to its own words: a rank that dies leaves no lock behind.
- * Each says what it was asked for, and all compare: where ranks differ, which in reality hangs or adds up rubbish, the process says so and aborts. */
+ * Each says what it was asked for, and all compare: where ranks differ, which in reality hangs or adds up rubbish, all say so and abort. */
 #define _GNU_SOURCE
 #include "reduce.h"
 #include <dlfcn.h>
@@ -23,9 +23,6 @@
 enum { OK = 0, CUDA_ERROR = 1, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5 };
 enum what { ALL_REDUCE, REDUCE, BROADCAST, REDUCE_SCATTER, ALL_GATHER, SEND, RECV };
 enum { RANKS = 16, CHUNK = 1 << 18, SIZES_KEPT = 4096 };
-static const char *const op_names[] = {"sum", "prod", "max", "min", "avg"};
-static const char *const type_names[] = {"int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16"};
-static const size_t type_sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
 static const char *const names[] = {"ncclAllReduce", "ncclReduce", "ncclBroadcast", "ncclReduceScatter", "ncclAllGather", "ncclSend", "ncclRecv"};
 
 /* ---- what is shared ---- */
@@ -34,7 +31,8 @@ struct call { uint64_t number, count; int what, type, op, root; };      /* root:
 struct slot { _Atomic uint64_t posted, taken[RANKS]; struct call call; _Alignas(64) char data[CHUNK]; };
 struct meeting {
     _Atomic uint32_t bell, n, came;     /* bell: another number whenever anything here has changed */
-    _Atomic uint32_t seats[RANKS];
+    _Atomic uint32_t seats[RANKS], differ;                  /* differ: 1 once how two ranks do is in `how`, for those who wait */
+    char how[400];
     int gpus[RANKS];
     _Alignas(64) struct slot slots[RANKS][RANKS + 1];       /* of a rank, for another; the last is for all */
 };
@@ -79,8 +77,14 @@ static void ring(struct meeting *m) {
     syscall(SYS_futex, &m->bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
+static void fall(const char *how) {
+    fprintf(stderr, "pretend NCCL: %s\n", how);
+    abort();
+}
+
 static void doze(struct meeting *m, uint32_t heard) {
     struct timespec some = {1, 0};
+    if (m->differ == 1) fall(m->how);
     syscall(SYS_futex, &m->bell, FUTEX_WAIT, heard, &some, NULL, 0);
 }
 /* Until it is so, or the communicator is aborted: then it returns from the function. */
@@ -96,12 +100,17 @@ static void describe(char *text, size_t room, const struct call *c) {
     snprintf(text, room, "%s%s of %llu %s%s%s", number, names[c->what], (unsigned long long)c->count, type_names[c->type], op, root);
 }
 
-static void differ(int a, const struct call *x, int b, const struct call *y) {
-    char first[160], second[160];
+static void differ(struct meeting *m, int a, const struct call *x, int b, const struct call *y) {
+    char first[160], second[160], how[sizeof m->how];
     describe(first, sizeof first, a < b ? x : y);
     describe(second, sizeof second, a < b ? y : x);
-    fprintf(stderr, "pretend NCCL: rank %d queued <%s>, rank %d <%s>\n", a < b ? a : b, first, a < b ? b : a, second);
-    abort();
+    snprintf(how, sizeof how, "rank %d queued <%s>, rank %d <%s>", a < b ? a : b, first, a < b ? b : a, second);
+    if (atomic_compare_exchange_strong(&m->differ, &(uint32_t){0}, 2)) {      /* the first who sees it says it to the others */
+        memcpy(m->how, how, sizeof how);
+        m->differ = 1;
+        ring(m);
+    }
+    fall(how);
 }
 
 static int same(const struct call *x, const struct call *y) {
@@ -119,7 +128,7 @@ static int all_posted(struct comm *c, const struct call *mine) {
     for (uint32_t r = 0; r < c->n; r++) {
         struct slot *s = &c->meeting->slots[r][RANKS];
         if (s->posted == s->taken[c->rank]) continue;
-        if (!same(mine, &s->call)) differ(c->rank, mine, (int)r, &s->call);
+        if (!same(mine, &s->call)) differ(c->meeting, c->rank, mine, (int)r, &s->call);
         there++;
     }
     return there == c->n;
@@ -173,7 +182,7 @@ static int step(struct comm *c, struct item *i) {
     if (sends && i->written && !left) return i->over = 1;       /* also the last part has been taken */
     if (sends) put(s, i, i->moved, some, 1);
     else {
-        if (s->call.count != i->call.count || s->call.type != i->call.type) differ(c->rank, &i->call, other, &s->call);
+        if (s->call.count != i->call.count || s->call.type != i->call.type) differ(c->meeting, c->rank, &i->call, other, &s->call);
         memcpy(i->recv + i->moved * size, s->data, some * size);
         ++*taken;
     }

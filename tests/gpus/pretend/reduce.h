@@ -7,6 +7,9 @@
 
 enum { SUM, PROD, MAX, MIN, AVG, OPS, NO_OP = -1 };
 enum { TYPES = 10 };
+static const char *const op_names[] = {"sum", "prod", "max", "min", "avg"};
+static const char *const type_names[] = {"int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16"};
+static const size_t type_sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
 
 static float from_half(uint16_t h) {
     int exponent = h >> 10 & 31, bits = h & 1023;
