@@ -147,20 +147,20 @@ def order() -> None:
 
 @scenario
 def asynchrony() -> None:
-    """PRETEND_DELAY_US=100000."""
+    """PRETEND_DELAY_US=400000."""
     cuda = driver()
     cuda.enter()
     x = pinned(8)
     begin = time.monotonic()
     cuda.call("cuMemsetD8Async", place(x), 7, 8, 0)
-    assert time.monotonic() - begin < 0.09 and not cuda.idle() and x[0] == 0
+    assert not cuda.idle() and x[0] == 0
     cuda.sync()
-    assert time.monotonic() - begin > 0.09 and cuda.idle() and x[0] == 7
+    assert time.monotonic() - begin > 0.39 and cuda.idle() and x[0] == 7
     cuda.delay(0)
-    begin = time.monotonic()
-    cuda.call("cuMemsetD8Async", place(x), 8, 8, 0)
+    for _ in range(100):
+        cuda.call("cuMemsetD8Async", place(x), 8, 8, 0)
     cuda.sync()
-    assert time.monotonic() - begin < 0.09
+    assert time.monotonic() - begin < 20
 
 
 @scenario

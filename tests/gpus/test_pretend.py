@@ -14,7 +14,7 @@ from gpus.pretend import environment
 from gpus.scenarios import SCENARIOS
 
 VARIABLES: dict[str, dict[str, object]] = {
-    "devices": {"PRETEND_GPUS": 2, "PRETEND_FIRST_GPU": 10}, "asynchrony": {"PRETEND_DELAY_US": 100_000}}
+    "devices": {"PRETEND_GPUS": 2, "PRETEND_FIRST_GPU": 10}, "asynchrony": {"PRETEND_DELAY_US": 400_000}}
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -2,7 +2,7 @@
 #include "pretend.h"
 #include <signal.h>
 
-struct op { struct op *next; void (*run)(void *); void *argument; };
+struct op { struct op *next; void (*run)(void *); void *argument; };      /* run is NULL for a record, its argument */
 struct stream { struct stream *next; struct op *first, *last; int ordinal, capturing, closed; long queued, done, held, released; };
 /* One record of an event: the event has its last one; operations that make one or wait for it keep it when the event has another, or is gone. */
 struct record { int done, references; };
@@ -10,6 +10,8 @@ struct event { struct event *next; struct record *record; int ordinal; };
 
 static struct stream *streams, *defaults[MAX_GPUS];
 static struct event *events;
+
+static void let_go(struct record *r) { if (r && --r->references == 0) free(r); }
 
 static void *work(void *argument) {
     struct stream *s = argument;
@@ -20,8 +22,12 @@ static void *work(void *argument) {
         long us = delay_us;
         pthread_mutex_unlock(&lock);
         if (us) usleep((useconds_t)us);
-        op->run(op->argument);
+        if (op->run) op->run(op->argument);
         pthread_mutex_lock(&lock);
+        if (!op->run) {         /* here, so that a stream whose last event has come is idle */
+            ((struct record *)op->argument)->done = 1;
+            let_go(op->argument);
+        }
         if (!(s->first = op->next)) s->last = NULL;
         free(op);
         s->done++;
@@ -188,21 +194,10 @@ int cuStreamIsCapturing(void *handle, int *status) {
 
 /* ---- events ---- */
 
-static void let_go(struct record *r) { if (r && --r->references == 0) free(r); }
-
 static struct event *event_of(void *handle) {
     struct event *e = events;
     while (e && e != handle) e = e->next;
     return e;
-}
-
-static void come(void *argument) {
-    struct record *r = argument;
-    pthread_mutex_lock(&lock);
-    r->done = 1;
-    let_go(r);
-    pthread_cond_broadcast(&changed);
-    pthread_mutex_unlock(&lock);
 }
 
 static void await(void *argument) {
@@ -243,7 +238,7 @@ int cuEventRecord(void *handle, void *stream) {
     if (!e || !s || s->ordinal != e->ordinal) return locked(INVALID_HANDLE);
     struct record *r = malloc(sizeof *r);
     *r = (struct record){0, 2};
-    int code = queue(s, come, r);
+    int code = queue(s, NULL, r);
     if (code) { free(r); return locked(code); }
     let_go(e->record);
     e->record = r;
