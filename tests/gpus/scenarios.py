@@ -116,7 +116,9 @@ def events() -> None:
     cuda.release(0)
     cuda.sync(2)
     cuda.hold(a)
-    cuda.call("cuStreamDestroy_v2", a)
+    cuda.record(event, a)
+    cuda.call("cuStreamDestroy_v2", a)      # nobody could release it any more
+    cuda.call("cuEventSynchronize", event)
     cuda.call("cuStreamDestroy_v2", b)
     assert cuda.code("cuStreamQuery", a) == 400 and cuda.alive("streams") == 0
 

@@ -67,10 +67,7 @@ __attribute__((constructor)) static void open_cuda(void) {
     cuda_gpu = dlsym(cuda, "pretend_gpu");
 }
 
-static int wrong(int code, const char *why) {
-    snprintf(last_error, sizeof last_error, "%s", why);
-    return code;
-}
+static int wrong(int code, const char *why) { snprintf(last_error, sizeof last_error, "%s", why); return code; }
 
 static void ring(struct meeting *m) {
     atomic_fetch_add(&m->bell, 1);
