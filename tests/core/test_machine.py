@@ -19,7 +19,7 @@ from bpsx.pipeline import Place, stages_for
 from bpsx.transports.loopback import LoopbackEndpoint
 
 # Written from core/post.pxd, independently of the code under test.
-_POST = struct.Struct("<QQIIIIiIII")
+_POST = struct.Struct("<QQIIIIiIIIQQQIIIi")
 HAS_BODY, IS_BROADCAST, IS_RESULT, IS_SHARE = 1, 2, 4, 8
 RING_POSTS, COUNTER_APART = 4096, 64
 _RING_BYTES = 2 * COUNTER_APART + RING_POSTS * _POST.size
@@ -63,7 +63,7 @@ class Ours:
         with mmap.mmap(self.machines[to].descriptor, head_bytes(self.size)) as memory:
             at = 64 + sender * _RING_BYTES
             put, = struct.unpack_from("<q", memory, at + COUNTER_APART)
-            _POST.pack_into(memory, at + 2 * COUNTER_APART + put % RING_POSTS * _POST.size, *fields, 0)
+            _POST.pack_into(memory, at + 2 * COUNTER_APART + put % RING_POSTS * _POST.size, *fields, *[0] * 8)
             struct.pack_into("<q", memory, at + COUNTER_APART, put + 1)
         if wake:
             self.endpoints[to].wake()

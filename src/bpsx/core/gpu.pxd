@@ -66,13 +66,6 @@ cdef inline void own_part(Machine *m, OnGpu *g, uint64_t nbytes, uint64_t item) 
         g.length = nbytes if g.owner == me else 0
 
 
-cdef inline uint32_t copiers(Machine *m, OnGpu *g) noexcept nogil:
-    """How many other processes copy something. At the root."""
-    if g.owner == EVERYBODY:
-        return m.size - 1
-    return m.n_groups - (g.owner == m.root % m.group_size)
-
-
 cdef inline bint find_place(Core *c, Partition *p) noexcept nogil:
     """Pinned memory for this round. False when there is none, and everything has failed."""
     cdef OnGpu *g = p.gpu
@@ -82,6 +75,25 @@ cdef inline bint find_place(Core *c, Partition *p) noexcept nogil:
         return False
     g.host = g.place.host
     return True
+
+
+cdef inline void arrived(Core *c, Partition *p) noexcept nogil:
+    """What the partition's stage had queued is over."""
+    cdef int stage = p.tensor.stages[p.stage], rc = 0
+    cdef bint tells = c.machine != NULL and c.machine.me != c.machine.root
+    if p.gpu.doom:
+        fail_partition(c, p, p.gpu.doom, p.gpu.doom_a, p.gpu.doom_b)
+        return
+    if stage == COPYD2H:
+        land(p)
+        if tells:
+            rc = tell_root(c.machine, p, IS_COPIED, 0)
+    elif stage == COPYH2D and tells:
+        rc = tell_root(c.machine, p, IS_LOADED, 0)
+    if rc != 0:
+        give_up(c, E_MEMORY)
+    else:
+        advance(c, p)
 
 
 cdef inline void copy_down(Core *c, Partition *p) noexcept nogil:
@@ -112,8 +124,7 @@ cdef inline void copy_down(Core *c, Partition *p) noexcept nogil:
     elif g.length:
         await_end(c, p, DOWN)
     else:
-        land(p)
-        advance(c, p)
+        arrived(c, p)
 
 
 cdef inline void copy_up(Core *c, Partition *p) noexcept nogil:
@@ -127,7 +138,6 @@ cdef inline void copy_up(Core *c, Partition *p) noexcept nogil:
     else:
         own_part(c.machine, g, p.length, item_bytes(p.tensor.dtype))
         if c.machine.me == c.machine.root:
-            g.expected = copiers(c.machine, g)
             g.loaded = 0
             p.result_owner = c.machine.me
             p.result_offset = g.place.offset
@@ -144,26 +154,7 @@ cdef inline void copy_up(Core *c, Partition *p) noexcept nogil:
     elif p.tensor.recorded or c.machine != NULL and g.length:
         await_end(c, p, UP)
     else:
-        advance(c, p)
-
-
-cdef inline void arrived(Core *c, Partition *p) noexcept nogil:
-    """What the partition's stage had queued is over."""
-    cdef int stage = p.tensor.stages[p.stage], rc = 0
-    cdef bint tells = c.machine != NULL and c.machine.me != c.machine.root
-    if p.gpu.doom:
-        fail_partition(c, p, p.gpu.doom, p.gpu.doom_a, p.gpu.doom_b)
-        return
-    if stage == COPYD2H:
-        land(p)
-        if tells:
-            rc = tell_root(c.machine, p, IS_COPIED, 0)
-    elif stage == COPYH2D and tells:
-        rc = tell_root(c.machine, p, IS_LOADED, 0)
-    if rc != 0:
-        give_up(c, E_MEMORY)
-    else:
-        advance(c, p)
+        arrived(c, p)
 
 
 cdef inline int look_at_user(Core *c) noexcept nogil:

@@ -33,8 +33,8 @@ cdef struct OnGpu:
     uint64_t begin, length      # bytes of it that this process copies
     void *queued[N_STREAMS]     # events: what its stages have queued last on each stream has come
     uint32_t reduction
-    uint32_t expected           # at the root: how many others copy a part of it,
-    uint32_t copied, loaded     # ... and have said so
+    uint32_t others             # at the root: how many processes take part besides,
+    uint32_t copied, loaded     # ... and have done their part down and up
     bint answered               # elsewhere: the result is on the host
     int doom                    # ... or how the round has failed while an event was awaited
     uint32_t doom_a, doom_b
@@ -90,6 +90,7 @@ cdef struct Tensor:
     char *codec                 # compression, as compression.py says it in a line
     uint32_t codec_bytes        # 0: none
     Task *current               # the task whose partitions are under way
+    bint begun                  # its partitions are in their stages, and not waiting for the GPU to make them
     int64_t started_ns          # when that was submitted
     bint waits_for_others       # whether that needs other workers' pushes
     uint32_t step               # of the present task, counted from 1; with `watched` only

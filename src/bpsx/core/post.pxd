@@ -33,11 +33,12 @@ cdef struct Post:
     int32_t status              # of a result: 0, or why the round failed, with the ranks that this is about
     uint32_t detail_a
     uint32_t detail_b
+    uint32_t count              # the reader's: how many it has had for this partition from this sender
+    # About tensors on GPUs:
     uint64_t nbytes             # of an order
     uint64_t slab, slab_bytes   # of `owner`'s segment, in which `offset` is; see places.pxd
     uint32_t dtype, group_owner, reduction
     bint takes_part             # the reader's: whether who sent it does, in this round
-    uint32_t count              # the reader's: how many it has had for this partition from this sender
 
 cdef struct Ring:
     int64_t taken               # by the reader; written by it alone

@@ -108,7 +108,7 @@ cdef inline void consider(Core *c, Partition *p) noexcept nogil:
             if p.shares[i].flags:
                 stand_in(c, p.tensor, &p.shares[i])
                 return
-    if p.tensor.current != NULL and p.tensor.stages[p.stage] == COORDINATE_REDUCE and everybody_in(m, p):
+    if p.tensor.current != NULL and p.tensor.begun and p.tensor.stages[p.stage] == COORDINATE_REDUCE and everybody_in(m, p):
         advance(c, p)
 
 

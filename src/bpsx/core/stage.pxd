@@ -91,18 +91,21 @@ cdef inline void enter_on_gpu(Core *c, Partition *p, int stage) noexcept nogil:
         queue = &c.gpu.unchecked
     elif stage == BROADCAST and root:
         queue = &c.gpu.gathers
-    elif stage == PCIE_REDUCE:
+    elif stage == PCIE_REDUCE and m.n_groups > 1:
         queue = &m.work
+    elif stage == PCIE_REDUCE:
+        p.stage += 1
+        enter(c, p)
     elif stage == COORDINATE_REDUCE and not root:
         p.gpu.answered = False
         p.gpu.doom = 0
         if tell_root(m, p, IS_SHARE | ON_GPU | (HAS_BODY if p.source != NULL else 0) | (IS_BROADCAST if task.broadcast else 0), task.divisor) != 0:
             give_up(c, E_MEMORY)
-    elif stage == COORDINATE_REDUCE and everybody_in(m, p) or stage == COORDINATE_BROADCAST and root and p.gpu.loaded >= p.gpu.expected:
+    elif stage == COORDINATE_REDUCE and everybody_in(m, p) or stage == COORDINATE_BROADCAST and root and p.gpu.loaded >= p.gpu.others:
         advance(c, p)
     elif stage == COORDINATE_PUSH and not root and p.gpu.doom:
         fail_partition(c, p, p.gpu.doom, p.gpu.doom_a, p.gpu.doom_b)
-    elif stage == COORDINATE_PUSH and (p.gpu.copied >= p.gpu.expected if root else p.gpu.answered):
+    elif stage == COORDINATE_PUSH and (p.gpu.copied >= p.gpu.others if root else p.gpu.answered):
         advance(c, p)
     if queue != NULL:
         # NCCL takes its turns as the script has them: nobody else could be faster there.
@@ -256,6 +259,7 @@ cdef inline void start(Core *c, Task *task) noexcept nogil:
         tensor.parts[i].divisor = task.divisor // c.processes if task.broadcast else task.divisor
         tensor.parts[i].keeps = task.keeps
         tensor.parts[i].on_gpu = task.on_gpu
+    tensor.begun = False
     if task.on_gpu and c.gpu.watches and task.ready != NULL:
         watch_for(c, task)
     else:
@@ -266,6 +270,7 @@ cdef inline void begin(Core *c, Task *task) noexcept nogil:
     """What the task's partitions are made of is there."""
     cdef Tensor *tensor = task.tensor
     cdef uint32_t i
+    tensor.begun = True
     if task.keeps:
         begin_keeping(tensor, task)
     elif watched(c.watch):

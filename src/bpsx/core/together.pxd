@@ -8,7 +8,7 @@ from libc.string cimport memset
 from bpsx.core.device cimport (
     ALL_GATHER, ALL_REDUCE, BETWEEN, BROADCAST_FROM, MEAN, REDUCE_SCATTER, REDUCE_TO, SUM, Device, item_bytes,
 )
-from bpsx.core.gpu cimport await_end, copiers, find_place, mark, own_part, under_way
+from bpsx.core.gpu cimport await_end, find_place, mark, own_part, under_way
 from bpsx.core.machine cimport PART_BITS, Machine, memory_at, partition_of, queue_post, send_post
 from bpsx.core.partition cimport EVERYBODY, OnGpu, Partition, Task
 from bpsx.core.places cimport SLAB
@@ -140,37 +140,54 @@ cdef inline void refuse(Core *c, Partition *p, int status, uint32_t a, uint32_t 
 
 
 cdef inline void check_shares(Core *c, Partition *p) noexcept nogil:
-    """Everybody's share is there: see whether they fit, decide who copies what."""
+    """Everybody's share is there: see whether they fit."""
     cdef Machine *m = c.machine
     cdef Task *task = p.tensor.current
-    cdef uint32_t i, other = 0
+    cdef uint32_t other = 0
     p.share_status = 0
     if not agree_on_gpu(m, p, &other):
         refuse(c, p, E_MISMATCH, m.first_rank + m.me, other)
-        return
-    if task.broadcast and task.divisor - m.first_rank < m.size and not present(m, p, task.divisor - m.first_rank):
+    elif task.broadcast and task.divisor - m.first_rank < m.size and not present(m, p, task.divisor - m.first_rank):
         refuse(c, p, E_JOINED, task.divisor, task.divisor)
-        return
+    else:
+        p.order = c.next_order
+        c.next_order += 1
+        if heap_push(&c.gpu.reductions, p) != 0:
+            give_up(c, E_MEMORY)
+
+
+cdef inline bint plan_parts(Core *c, Partition *p) noexcept nogil:
+    """Decide who adds and copies what. False if nobody can, which ends the round."""
+    cdef Machine *m = c.machine
+    cdef Task *task = p.tensor.current
+    cdef uint32_t i, sender = task.divisor - m.first_rank       # of a broadcast; wraps if it is on another machine
     p.gpu.owner = choose_owner(m, p)
     if p.gpu.owner == NOBODY:
         refuse(c, p, E_JOINED, m.first_rank, m.first_rank)
-        return
-    for i in range(m.size):
-        p.shares[i].takes_part = p.shares[i].flags != 0
+        return False
     p.gpu.reduction = SUM if task.broadcast else reduction_of(m, p)
     p.gpu.copied = 0
-    p.gpu.expected = copiers(m, p.gpu)
-    if task.broadcast:
-        i = task.divisor - m.first_rank
-        p.gpu.expected = i < m.size and i != m.me
-        if i >= m.size:
-            p.source = NULL                     # another machine's
-    if not m.alone and not find_place(c, p):
-        return
-    p.order = c.next_order
-    c.next_order += 1
-    if heap_push(&c.gpu.reductions, p) != 0:
-        give_up(c, E_MEMORY)
+    if task.broadcast and sender >= m.size:
+        p.source = NULL
+    p.gpu.others = 0
+    for i in range(m.size):
+        p.shares[i].takes_part = p.shares[i].flags != 0
+        p.gpu.others += p.shares[i].takes_part
+        if m.alone:                             # no more words about this round: the next one's may come
+            p.shares[i].flags = 0
+    if m.alone:
+        p.n_shares = 0
+        return True
+    return find_place(c, p)
+
+
+cdef inline Partition *next_due(Core *c) noexcept nogil:
+    cdef Partition *p
+    while c.gpu.gathers.size or c.gpu.reductions.size:
+        p = heap_pop(&c.gpu.gathers if c.gpu.gathers.size else &c.gpu.reductions)
+        if under_way(c, p) and (p.tensor.stages[p.stage] == BROADCAST or plan_parts(c, p)):
+            return p
+    return NULL
 
 
 cdef inline int order_next(Core *c) noexcept nogil:
@@ -192,15 +209,6 @@ cdef inline int order_next(Core *c) noexcept nogil:
     elif n:
         carry_out(c, n)
     return n
-
-
-cdef inline Partition *next_due(Core *c) noexcept nogil:
-    cdef Partition *p
-    while c.gpu.gathers.size or c.gpu.reductions.size:
-        p = heap_pop(&c.gpu.gathers if c.gpu.gathers.size else &c.gpu.reductions)
-        if under_way(c, p):
-            return p
-    return NULL
 
 
 cdef inline int pump_orders(Core *c) noexcept nogil:
@@ -383,11 +391,11 @@ cdef inline int take_word(Core *c, const Post *post) noexcept nogil:
         return 0                                # failed meanwhile
     if post.flags & IS_COPIED:
         p.gpu.copied += 1
-        if p.tensor.stages[p.stage] == COORDINATE_PUSH and p.gpu.copied >= p.gpu.expected:
+        if p.tensor.stages[p.stage] == COORDINATE_PUSH and p.gpu.copied >= p.gpu.others:
             advance(c, p)
     else:
         p.gpu.loaded += 1
-        if p.tensor.stages[p.stage] == COORDINATE_BROADCAST and p.gpu.loaded >= p.gpu.expected:
+        if p.tensor.stages[p.stage] == COORDINATE_BROADCAST and p.gpu.loaded >= p.gpu.others:
             advance(c, p)
     return 0
 

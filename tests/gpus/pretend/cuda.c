@@ -192,6 +192,16 @@ int cuCtxPopCurrent_v2(void **context) {
     return OK;
 }
 
+/* Nothing is ever captured into a graph here: the mode is only kept, so that tests see that it is put back. */
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+    ENTER(INITIALIZED);
+    static __thread int now;
+    if (*mode < 0 || *mode > 2) return INVALID_VALUE;
+    int before = now;
+    now = *mode, *mode = before;
+    return OK;
+}
+
 int cuCtxSetCurrent(void *context) {
     ENTER(INITIALIZED);
     if (context && !is_context(context)) return INVALID_CONTEXT;
