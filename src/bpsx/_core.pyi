@@ -48,6 +48,9 @@ class Core:
     @property
     def outstanding(self) -> int:
         """push_pulls under way."""
+    def cut_off(self) -> list[str]:
+        """After :meth:`fail`: end what waits on the GPU for other processes, and spoil the results that are done and have not come. Returns
+        their names."""
     @property
     def unsettled(self) -> int:
         """The same, and those that are done while the GPU is still at them, or the transport."""

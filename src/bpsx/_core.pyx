@@ -71,11 +71,18 @@ cdef class Handle:
             PyBuffer_Release(&self.view_out)
 
     def done(self) -> bool:
-        """Whether the operation has ended, well or not. Does not block."""
-        return atomic_load(&self.task.status) != PENDING
+        """Whether the operation has ended, well or not; on a GPU, there. Does not block."""
+        cdef int64_t status = atomic_load(&self.task.status)
+        return status != PENDING and (self.gpu is None or status < 0 or self.gpu.come(<uintptr_t>self.task.over))
+
+    cdef bint _come(self):
+        return self.gpu is None or self.gpu.come(<uintptr_t>self.task.over)
+
+    cdef _output(self):
+        return <uintptr_t>self.task.output, self.tensor.nbytes
 
     def wait(self, timeout: float | None = None):
-        """Wait for the end and return the result.
+        """Wait for the end and return the result. On a GPU: what the current stream queues from now on comes after the end, and nobody waits.
 
         Raises a :class:`bpsx.errors.BpsxError` if the operation failed, :class:`TimeoutError` after ``timeout`` seconds.
         """
@@ -94,10 +101,10 @@ cdef class Handle:
             if not finished:
                 self._between_slices(end)
         self.core.reap()
+        if self.gpu is not None:        # failed or not: who goes on with the memory shall not meet us there
+            self.gpu.wait(self.streams(), <uintptr_t>self.task.over)
         if self.task.status < 0:
             raise self.core._error(self)
-        if self.gpu is not None:
-            self.gpu.wait(self.streams(), <uintptr_t>self.task.over)
         return self.result
 
     cdef _between_slices(self, int64_t end):
@@ -238,10 +245,10 @@ cdef class Core:
                 raise ValueError(f"{name!r}: input has {handle.view_in.len} bytes, {nbytes} expected")
         handle.task.handle = <void *>handle
         if gpu is not None:
-            handle.gpu, handle.streams, handle.task.on_gpu = gpu, streams, True
             handle.task.ready, handle.task.over = <void *><uintptr_t>gpu.event(), <void *><uintptr_t>gpu.event()
+            handle.gpu, handle.streams, handle.task.on_gpu = gpu, streams, True
             stream = streams()
-            gpu.record(<uintptr_t>handle.task.ready, stream)
+            gpu.record_input(<uintptr_t>handle.task.ready, stream, name)
             handle.task.stream = stream // 64 % USER_STREAMS
         return handle
 
@@ -332,6 +339,23 @@ cdef class Core:
     def outstanding(self) -> int:
         """push_pulls under way."""
         return atomic_load(&self.c.outstanding)
+
+    def cut_off(self) -> list:
+        """After :meth:`fail`: end what waits on the GPU for other processes, and spoil the results that are done and have not come: they never
+        will. Returns their names."""
+        cdef Task *task
+        if self.gpu is None:
+            return []
+        lock(&self.c.monitor)
+        handles, task = [], self.c.reap_first
+        while task != NULL:
+            handles.append(<Handle>task.handle)
+            task = task.next
+        unlock(&self.c.monitor)
+        lost = [handle for handle in handles if not (<Handle>handle)._come()]
+        self.gpu.spoil([(<Handle>handle)._output() for handle in lost])
+        self.gpu.abort()
+        return [handle.name for handle in lost]
 
     @property
     def unsettled(self) -> int:

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from bpsx import errors
+from bpsx import arrays, errors
 from bpsx._core import Handle
 from bpsx._exit import set_exit_status
 from bpsx.arguments import check_handle, check_name, check_priority, checked_root
+from bpsx.arrays import is_on_gpu
 from bpsx.compressing import Remembered
 from bpsx.compression import compression as check_compression
 from bpsx.config import Config
@@ -267,6 +268,9 @@ def broadcast(array: np.ndarray, root_rank: int = 0, name: str | None = None, ou
     ours = session()
     check_name(name, "broadcast")
     root = checked_root(root_rank, "broadcast", ours.size)
+    if is_on_gpu(array):
+        found: np.ndarray = _broadcast_on_gpu(array, root, name, output)
+        return found
     given = np.asarray(array)
     if given.dtype.hasobject:
         raise dtype_error(given, name)
@@ -375,6 +379,8 @@ def _push_pull(
         raise errors.ConfigError(f"push_pull: learning_rate={rate!r}: a number from 0 is needed")
     check_name(name, "push_pull")
     check_priority(priority, "push_pull")
+    if is_on_gpu(array):
+        return _push_pull_on_gpu(array, name, average, priority, output, rate, will_wait)
     given = array if isinstance(array, np.ndarray) else np.asarray(array)
     dtype = dtype_named(given.dtype.name, name or "array")
     out = _output_for(given, output, name)
@@ -386,3 +392,23 @@ def _push_pull(
         name or f"unnamed.{dtype.name}.{given.shape}", given.shape, dtype.code, given.nbytes, source, target,
         divisor=ours.size if average else 1, priority=priority, will_wait=will_wait, rate=-1.0 if rate is None else float(rate), owner=None,
         result=out)
+
+
+def _push_pull_on_gpu(
+    array: Any, name: str | None, average: bool, priority: int, output: Any, rate: float | None, will_wait: bool,
+) -> Handle:
+    what = name or "array"
+    out = arrays.output_for(array, output, what)
+    source, target = arrays.view(arrays.contiguous(array, what), what), arrays.view(out, what)
+    return session().push_pull(
+        name or f"unnamed.{source.dtype}.{source.shape}", source, target, average=average, priority=priority, will_wait=will_wait,
+        rate=-1.0 if rate is None else float(rate), result=out)
+
+
+def _broadcast_on_gpu(array: Any, root: int, name: str | None, output: Any) -> Any:
+    what = name or "array"
+    ours = session()
+    out = arrays.output_for(array, output, what)
+    source, target = (arrays.as_bytes(arrays.view(a, what, moved=True)) for a in (arrays.contiguous(array, what), out))
+    ours.devices.copy(what, source, target)
+    return ours.broadcast(name or f"unnamed.broadcast.{source.shape}", target, root, result=out, asynchronous=False).wait()

@@ -122,8 +122,8 @@ OPTIONS: tuple[Option, ...] = (
            "GPUs of a machine to which NCCL reduces, by turns, and which copy to the host. Default: each copies a part of every tensor. The same on "
            "all processes of a machine; not with BYTEPS_PCIE_SWITCH_SIZE.", _GPU),
     Option("switch_size", "BYTEPS_PCIE_SWITCH_SIZE", integer(1, 65535), None, "1..BYTEPS_LOCAL_SIZE, of which it is a divisor",
-           "GPUs of a machine that reduce among themselves, by neighbouring local ranks; the CPU adds their sums. Default: by topology, all if NVLink "
-           "joins them. The same on all processes of a machine.", _GPU),
+           "GPUs of a machine that reduce among themselves, by neighbouring local ranks; the CPU adds their sums. Default: by topology, all if "
+           "NVLink joins them. The same on all processes of a machine.", _GPU),
     Option("nccl_group", "BYTEPS_NCCL_GROUP_SIZE", integer(1, 256), 4, "1..256",
            "NCCL's collectives that are due together and are queued at once, at most.", _GPU),
     Option("nccl_rings", "BYTEPS_NCCL_NUM_RINGS", integer(0, 64), 0, "0..64; 0: NCCL decides",

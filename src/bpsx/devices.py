@@ -51,15 +51,16 @@ class Devices:
     def __init__(self, config: Config, near: Neighbourhood, fail: Callable[[str], None]) -> None:
         """``fail``: called with a text, on another thread, when the GPUs of this machine do not come together."""
         self._config, self._near, self._fail = config, near, fail
+        self.core: Core         # set once there is one
         self._lock = threading.Lock()
         self._gpu: Gpu | None = None
         self._meeting: Meeting | None = None
         self._closed = False
 
-    def place(self, core: Core, name: str, source: View, target: View) -> OnGpu | None:
+    def place(self, name: str, source: View, target: View) -> OnGpu | None:
         """Where a tensor is: None for the host's memory.
 
-        Raises :class:`~bpsx.errors.ConfigError` if its output is elsewhere, on a second GPU, or while its stream is being captured into a CUDA graph.
+        Raises :class:`~bpsx.errors.ConfigError` if its output is elsewhere, or on a second GPU.
         """
         if source.gpu < 0 and target.gpu < 0:
             return None
@@ -68,33 +69,35 @@ class Devices:
             raise ConfigError(f"{name!r}: input is in {where[0]}, output in {where[1]}: must be alike")
         gpu = self._gpu
         if gpu is None or gpu.ordinal != source.gpu:
-            gpu = self._open(core, name, source.gpu)
-        gpu.check_stream(source.streams(), repr(name))
+            gpu = self._open(name, source.gpu)
         return OnGpu(gpu, source.streams)
 
-    def _open(self, core: Core, name: str, ordinal: int) -> Gpu:
+    def copy(self, name: str, source: View, target: View) -> None:
+        """Queue a copy from one place on the GPU to another on the current stream. Raises as :meth:`place`, and for other lengths."""
+        place = self.place(name, source, target)
+        if place is None or source.nbytes != target.nbytes or source.shape != target.shape:
+            raise ConfigError(f"{name!r}: input is {source.shape}, output {target.shape}, both on a GPU: must be alike")
+        if source.address != target.address and source.nbytes:
+            place.gpu.copy(target.address, source.address, source.nbytes, place.streams())
+
+    def _open(self, name: str, ordinal: int) -> Gpu:
         from bpsx.local._cuda import Gpu
         from bpsx.local.gpus import Meeting
 
         with self._lock:
             if self._gpu is not None and self._gpu.ordinal != ordinal:
-                raise ConfigError(f"{name!r}: this tensor is on GPU {ordinal}, and an earlier one was on GPU {self._gpu.ordinal}: a process has one GPU; "
-                                  "start one process for each (BYTEPS_LOCAL_SIZE)")
+                raise ConfigError(f"{name!r}: this tensor is on GPU {ordinal}, and an earlier one was on GPU {self._gpu.ordinal}: a process has one "
+                                  "GPU; start one process for each (BYTEPS_LOCAL_SIZE)")
             if self._closed:
                 raise ConfigError(f"{name!r}: bpsx was shut down")
             if self._gpu is None:
                 gpu = Gpu(ordinal)
-                core.open_gpu(gpu, self._config.nccl_group)
+                self.core.open_gpu(gpu, self._config.nccl_group)
                 if self._near.machine is not None:
-                    self._meeting = Meeting(self._config, self._near.machine, gpu, core.look, self._fail)
+                    self._meeting = Meeting(self._config, self._near.machine, gpu, self.core.look, self._fail)
                     self._meeting.start()
                 self._gpu = gpu
             return self._gpu
-
-    def cut_off(self) -> None:
-        """The job has failed: nothing on the GPU shall wait for another process any more."""
-        if self._gpu is not None:
-            self._gpu.abort()
 
     def close(self) -> None:
         """After the core has been closed. Idempotent."""

@@ -95,7 +95,8 @@ class Session:
             self._join()
         else:
             self._endpoint = LoopbackEndpoint()
-            self.compressing.core = self._core = Core(self._endpoint, rank=0, job=0, lanes=0, credit=0, spin_us=0, telemetry=config.telemetry)
+            self._core = Core(self._endpoint, rank=0, job=0, lanes=0, credit=0, spin_us=0, telemetry=config.telemetry)
+            self.devices.core = self.compressing.core = self._core
 
     # ---- coming together
 
@@ -133,7 +134,7 @@ class Session:
         self._core = Core(self._endpoint, rank=near.sender, job=job, lanes=len(self._lanes), spin_us=config.spin_us, machine=near.machine,
                           credit=config.scheduling_credit * whole_pages(config.partition_bytes), telemetry=config.telemetry,
                           watch=self.reporter.watchers[0])
-        self.compressing.core = self._core
+        self.devices.core = self.compressing.core = self._core
 
     def _hear_of_a_loss(self, link: Link) -> None:
         """Somebody may die while the job comes together. Raises :class:`~bpsx.errors.RendezvousError`."""
@@ -233,7 +234,8 @@ class Session:
         self._failure = text
         log.error("%s", text)
         self._core.fail(-1, text)
-        self.devices.cut_off()
+        if lost := self._core.cut_off():
+            log.error("%d results had not come on the GPU, and are NaN (integers: all bits set): %s", len(lost), ", ".join(lost[:10]))
         self._end_pending(-1, text)
         self._joining.stop()
 
@@ -314,13 +316,13 @@ class Session:
         if source.shape != target.shape or source.dtype != target.dtype:
             raise errors.ConfigError(f"{name!r}: input is {source.dtype} {source.shape}, output {target.dtype} {target.shape}: must be alike")
         dtype = BY_NAME.get(source.dtype) or dtype_named(source.dtype, repr(name))
-        place = None if source.gpu < 0 and target.gpu < 0 else self.devices.place(self._core, name, source, target)
+        place = None if source.gpu < 0 and target.gpu < 0 else self.devices.place(name, source, target)
         return self._submit(
             name, source.shape, dtype.code, source.nbytes, (source.address, source.nbytes),
             (target.address, target.nbytes), divisor=self.size if average else 1, priority=priority, will_wait=will_wait, rate=rate,
             owner=(source.owner, target.owner), result=result, on=place)
 
-    def broadcast(self, name: str, view: View, root: int, *, result: object = None) -> Handle:
+    def broadcast(self, name: str, view: View, root: int, *, result: object = None, asynchronous: bool | None = None) -> Handle:
         """Overwrite ``view`` on all workers with what it holds on worker ``root``. Returns at once.
 
         Raises :class:`~bpsx.errors.ConfigError` for a root that does not exist.
@@ -331,7 +333,7 @@ class Session:
         return self._submit(
             name, view.shape, dtype_named(view.dtype, repr(name)).code, view.nbytes, place if root == self.rank else None, place,
             divisor=root, broadcast=True, priority=0, will_wait=False, owner=view.owner, result=result,
-            on=self.devices.place(self._core, name, view, view))
+            on=self.devices.place(name, view, view), asynchronous=asynchronous)
 
     def barrier(self) -> None:
         """Wait until every worker has called this as often as this worker has."""

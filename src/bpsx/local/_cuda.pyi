@@ -27,8 +27,9 @@ class Gpu:
         """Whether it has not been closed, and this is not a forked child."""
     def abi(self) -> Any:
         """The table for the core: a capsule, valid as long as this object."""
-    def check_stream(self, stream: int, what: str) -> None:
-        """Refuse a stream that is being captured into a CUDA graph. Raises :class:`~bpsx.errors.ConfigError`."""
+    def record_input(self, event: int, stream: int, what: str) -> None:
+        """As :meth:`record`, of the stream that makes an input called ``what``. Raises :class:`~bpsx.errors.ConfigError` if that is being captured
+        into a CUDA graph."""
     def event(self) -> int:
         """An event that nobody else has; :meth:`give` takes it back."""
     def give(self, event: int) -> None:
@@ -49,6 +50,8 @@ class Gpu:
         """Become one of the ``size`` processes of the communicator; waits for the others. ``most``: bytes of a partition; ``rings``: channels."""
     def made_ready(self) -> None:
         """All have joined: the core may begin."""
+    def spoil(self, places: list[tuple[int, int]]) -> None:
+        """Fill memory, (address, bytes) each, with ones, which are NaN in floats, and see that done, for a second at most."""
     def abort(self) -> None:
         """End what waits on the GPU for another process. Any thread. Idempotent."""
     def close(self) -> None:

@@ -4,6 +4,7 @@
 Nothing of CUDA is needed to build this or to import it. Constants and signatures are those of CUDA's driver API and of NCCL, which both keep stable.
 """
 import threading
+import time
 
 cimport cython
 from cpython.pycapsule cimport PyCapsule_New
@@ -386,14 +387,16 @@ cdef class Gpu:
 
     # ---- the user's streams
 
-    def check_stream(self, uintptr_t stream, str what) -> None:
-        """Refuse a stream that is being captured into a CUDA graph. Raises :class:`~bpsx.errors.ConfigError`."""
+    def record_input(self, uintptr_t event, uintptr_t stream, str what) -> None:
+        """As :meth:`record`, of the stream that makes an input called ``what``. Raises :class:`~bpsx.errors.ConfigError` if that is being captured
+        into a CUDA graph."""
         cdef int capturing = 0
         with self:
             self._check("cuStreamIsCapturing", self.state.driver.stream_capturing(<void *>stream, &capturing))
-        if capturing:
-            raise ConfigError(f"{what}: its stream is being captured into a CUDA graph, which cannot hold an exchange with other processes: "
-                              "call it outside the capture")
+            if capturing:
+                raise ConfigError(f"{what!r}: its stream is being captured into a CUDA graph, which cannot hold an exchange with other processes: "
+                                  "call it outside the capture")
+            self._check("cuEventRecord", self.state.driver.event_record(<void *>event, <void *>stream))
 
     def event(self) -> int:
         """An event that nobody else has; :meth:`give` takes it back."""
@@ -483,6 +486,22 @@ cdef class Gpu:
     def made_ready(self) -> None:
         """All have joined: the core may begin."""
         atomic_store(&self.table.ready, 1)
+
+    def spoil(self, places: list) -> None:
+        """Fill memory, (address, bytes) each, with ones, which are NaN in floats, and see that done, for a second at most."""
+        cdef void *stream = NULL
+        cdef void *event = <void *><uintptr_t>self.event()
+        with self:
+            self._check("cuStreamCreateWithPriority", self.state.driver.stream_new(&stream, NON_BLOCKING, 0))
+            for at, nbytes in places:
+                if nbytes:
+                    self._check("cuMemsetD8Async", self.state.driver.fill(<uintptr_t>at, 0xFF, <uint64_t>nbytes, stream))
+            self._check("cuEventRecord", self.state.driver.event_record(event, stream))
+            end = time.monotonic() + 1
+            while self.state.driver.event_query(event) == NOT_READY and time.monotonic() < end:
+                time.sleep(0.001)
+            self._check("cuStreamDestroy", self.state.driver.stream_drop(stream))
+        self.give(<uintptr_t>event)
 
     def abort(self) -> None:
         """End what waits on the GPU for another process. Any thread, also while the core is at it. Idempotent."""

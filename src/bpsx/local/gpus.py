@@ -105,8 +105,8 @@ def load_nccl(gpu: Gpu) -> None:
     try:
         from cupy.cuda import nccl
     except ImportError as e:
-        raise ConfigError(f"several GPUs on one machine are added by NCCL, which bpsx takes from CuPy ({e}): pip install cupy-cuda13x (or cupy-cuda12x), or "
-                          "set BPSX_LOCAL_REDUCE=0 to let every process speak to the servers itself") from e
+        raise ConfigError(f"several GPUs on one machine are added by NCCL, which bpsx takes from CuPy ({e}): pip install cupy-cuda13x (or "
+                          "cupy-cuda12x), or set BPSX_LOCAL_REDUCE=0 to let every process speak to the servers itself") from e
     log.debug("NCCL %s through CuPy", nccl.get_version())
     gpu.open_nccl()
 

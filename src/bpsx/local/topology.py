@@ -26,8 +26,8 @@ class Plan(NamedTuple):
 
 
 def plan(cards: Sequence[Card], linked: bool | None, roots: Sequence[int] = (), switch_size: int | None = None, alone: bool = False) -> Plan:
-    """What to do with these GPUs, by local rank. ``linked``: whether NVLink joins all of them, None if nobody knows. ``alone``: there are no servers, and so
-    nothing is copied to the host.
+    """What to do with these GPUs, by local rank. ``linked``: whether NVLink joins all of them, None if nobody knows. ``alone``: there are no servers,
+    and so nothing is copied to the host.
 
     Raises :class:`~bpsx.errors.ConfigError` if two processes have one GPU, or if ``switch_size`` is no divisor of their number.
     """

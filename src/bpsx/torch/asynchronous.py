@@ -56,7 +56,7 @@ class AsyncExchange(Exchange):
                 parameter = managed.parameter.detach()
                 before = self._before.get(id(managed.parameter))
                 if before is None or before.shape != parameter.shape or before.dtype != parameter.dtype:
-                    before = self._before[id(managed.parameter)] = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                    before = self._before[id(managed.parameter)] = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
                 before.copy_(parameter)
         result = base(closure)
         failures: list[Exception] = []

@@ -1,4 +1,4 @@
-"""Batch normalisation with the statistics of all workers' batches together, on the CPU."""
+"""Batch normalisation with the statistics of all workers' batches together, on the CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _numbers = itertools.count()
 class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
     """Batch normalisation in which mean and variance, while training, are those of all workers' batches together.
 
-    Input: (N, C, …) of floating point, on the CPU; N and what comes after C may differ between workers, N may be 0. Arguments as
+    Input: (N, C, …) of floating point; N and what comes after C may differ between workers, N may be 0. Arguments as
     ``torch.nn.BatchNorm2d``'s. In evaluation, and with one worker, it is what that is. Weight and bias get this worker's gradients, as all
     parameters do: ``DistributedOptimizer`` averages them. The gradient of the input is that of the sum of all workers' losses, so all workers or
     none have to run it forward in training mode, and backward.
@@ -121,13 +121,13 @@ def _joined(input: torch.Tensor, name: str) -> tuple[int, torch.Tensor, torch.Te
     Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979): no large numbers are subtracted from each other.
     """
     channels = input.shape[1]
-    mine = torch.zeros(2 * channels + 1, dtype=torch.float64, device="cpu")
+    mine = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
     values = input.numel() // channels
     if values:
         variance, mean = torch.var_mean(input.to(_wide(input.dtype)), [0, *range(2, input.dim())], correction=0)
         mine[0], mine[1:channels + 1], mine[channels + 1:] = values, mean, variance.double() * values
     parts = all_gather_async([torch.empty_like(mine) for _ in range(_adapter.session().size)], mine, name).wait()
-    count, mean, squares = 0, torch.zeros(channels, dtype=torch.float64, device="cpu"), torch.zeros(channels, dtype=torch.float64, device="cpu")
+    count, mean, squares = 0, mine.new_zeros(channels), mine.new_zeros(channels)
     for part in parts:
         n = int(part[0])
         if n:

@@ -13,7 +13,7 @@ from bpsx._adapter import TensorView, checked_root
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.torch.encoding import Encoder, StateError, decode, empty_for
-from bpsx.torch.ops import Handle, check_tensor, check_writable, dtype_name, is_plain, mark_written, plain_copy, view_of
+from bpsx.torch.ops import Handle, check_tensor, check_writable, dtype_name, is_plain, mark_written, plain_copy, view_at, view_of
 
 
 def broadcast_parameters(params: Any, root_rank: int, prefix: str = "Parameter.") -> None:
@@ -137,7 +137,7 @@ def bytes_view(tensor: torch.Tensor) -> TensorView:
     if dtype in BY_NAME:
         return view_of(tensor, dtype)
     size = tensor.element_size()
-    return TensorView(tensor.data_ptr(), tensor.numel() * size, "uint8", (*tensor.shape, size), tensor)
+    return view_at(tensor, tensor.numel() * size, "uint8", (*tensor.shape, size))
 
 
 def capacity(length: int) -> int:

@@ -109,14 +109,14 @@ class Group:
         """Fill ``outputs[r]`` on worker ``root`` with worker r's ``mine``. The bytes come to all: a broadcast is to all."""
         checked_root(root, "gather", self.size)
         if root != self.rank:
-            outputs = [torch.empty(mine.shape, dtype=mine.dtype, device="cpu") for _ in range(self.size)]
+            outputs = [torch.empty(mine.shape, dtype=mine.dtype, device=mine.device) for _ in range(self.size)]
         return self.all_gather(outputs, mine, "gather")
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Collective:
         """Overwrite ``output`` with worker ``root``'s ``inputs[rank]``."""
         checked_root(root, "scatter", self.size)
         check_tensor(output, "scatter: the output")
-        everything = torch.empty(self.size * output.numel(), dtype=output.dtype, device="cpu")
+        everything = torch.empty(self.size * output.numel(), dtype=output.dtype, device=output.device)
         mine = _equal_parts(everything, self.size)
         if root == self.rank:
             self._check_parts(inputs, output, "scatter", equal=True)
@@ -183,7 +183,7 @@ class Group:
                 raise ConfigError(f"{verb}: output {r} has {output.numel()} elements, worker {r} has {lengths[r][self.rank]} for it")
             check_writable(output, f"{verb}: output {r}")
             mark_written(output)
-        stages = [torch.empty(sum(row), dtype=inputs[0].dtype, device="cpu") for row in lengths]
+        stages = [torch.empty(sum(row), dtype=inputs[0].dtype, device=inputs[0].device) for row in lengths]
         stages[self.rank] = torch.cat([plain_copy(t).view(-1) for t in inputs])
         for stage, row, output in zip(stages, lengths, outputs):
             part = stage.split(row)[self.rank]
@@ -221,7 +221,7 @@ class Group:
         detached = tensor.detach()
         if is_plain(detached):
             return detached.view(-1), None
-        stage = plain_copy(tensor).view(-1) if read else torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
+        stage = plain_copy(tensor).view(-1) if read else torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
         return stage, functools.partial(_copy_home, tensor, stage)
 
 

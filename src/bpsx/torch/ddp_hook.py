@@ -68,4 +68,4 @@ def ddp_comm_hook(state: DDPHookState | None, bucket: dist.GradBucket) -> torch.
                 buffer.copy_(options.compression.decompress(value, ctx))
         return buffer
 
-    return COMPLETER.future_of(handle, received)
+    return COMPLETER.future_of(handle, received, device=buffer.device)

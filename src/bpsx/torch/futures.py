@@ -15,7 +15,7 @@ import torch
 
 from bpsx.torch.ops import Handle
 
-_Item = tuple[Handle, "torch.futures.Future[Any]", Callable[[Any], Any], float | None]
+_Item = tuple[Handle, "torch.futures.Future[Any]", Callable[[Any], Any], float | None, "torch.device | None"]
 #: How long the interpreter's end waits for a thread whose session has not been closed yet.
 _LAST_SECONDS = 10.0
 
@@ -37,14 +37,16 @@ class Completer:
 
     def future_of(
         self, handle: Handle, result: Callable[[Any], Any] = lambda value: value, timeout: float | None = None,
-        at_once: bool = False,
+        at_once: bool = False, device: torch.device | None = None,
     ) -> torch.futures.Future[Any]:
         """A future that ends as ``handle`` does: with ``result`` of its value, or with an error that has the text of what it raises (a
         :class:`RuntimeError` for who waits: PyTorch keeps no types). ``timeout``: seconds from now, after which it ends with the handle's
-        :class:`TimeoutError`. ``at_once``: the handle has ended, and so shall the future."""
-        ended: torch.futures.Future[Any] = torch.futures.Future()
+        :class:`TimeoutError`. ``at_once``: the handle has ended, and so shall the future. ``device``: of the result; on a GPU, whoever waits for
+        the future has its current stream wait for the result, as with PyTorch's own."""
+        gpu = device if device is not None and device.type == "cuda" else None
+        ended: torch.futures.Future[Any] = torch.futures.Future(devices=[gpu]) if gpu is not None else torch.futures.Future()
         if at_once:
-            self._complete((handle, ended, result, None))
+            self._complete((handle, ended, result, None, gpu))
             return ended.then(_unwrapped)
         with self._lock:
             if self._thread is None:
@@ -53,7 +55,7 @@ class Completer:
                 self._thread.start()
         # Set as an exception, PyTorch's C++ side would take the exception for the value. What a callback raises it knows for an error.
         future: torch.futures.Future[Any] = ended.then(_unwrapped)
-        self._queue.put((handle, ended, result, None if timeout is None else time.monotonic() + timeout))
+        self._queue.put((handle, ended, result, None if timeout is None else time.monotonic() + timeout, gpu))
         return future
 
     def end(self) -> None:
@@ -71,14 +73,16 @@ class Completer:
 
     @staticmethod
     def _complete(item: _Item) -> None:
-        handle, ended, result, end = item
+        handle, ended, result, end, gpu = item
         value, failure = None, None
-        try:
-            value = result(handle.wait(None if end is None else max(0.0, end - time.monotonic())))
-        except Exception as e:
-            failure = e
-        with contextlib.suppress(Exception):    # a user's callback that raises does not concern the others
-            ended.set_result((value, failure))
+        # A stream of our own: it waits for the result, and the future tells others to wait for it.
+        with torch.cuda.stream(torch.cuda.Stream(gpu)) if gpu is not None else contextlib.nullcontext():
+            try:
+                value = result(handle.wait(None if end is None else max(0.0, end - time.monotonic())))
+            except Exception as e:
+                failure = e
+            with contextlib.suppress(Exception):    # a user's callback that raises does not concern the others
+                ended.set_result((value, failure))
 
 
 def _unwrapped(ended: torch.futures.Future[Any]) -> Any:

@@ -57,13 +57,13 @@ class Gathering:
 
 
 def all_gather_async(outputs: Sequence[torch.Tensor], mine: torch.Tensor, name: str) -> Gathering:
-    """Begin to fill ``outputs[r]`` with worker r's ``mine``: dense CPU tensors of one shape and any dtype, ``size()`` of them.
+    """Begin to fill ``outputs[r]`` with worker r's ``mine``: dense tensors of one shape and any dtype, ``size()`` of them.
 
     ``mine`` may be ``outputs[rank()]``; it is copied otherwise, and may change at once. On the wire the parts are called ``name.0``, ``name.1``, …
     Workers must agree on name, shape and dtype; calls of one name are matched in order.
     """
     ours = _adapter.session()
-    stages = [o if is_plain(o) else torch.empty(o.shape, dtype=o.dtype, device="cpu") for o in outputs]
+    stages = [o if is_plain(o) else torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in outputs]
     if mine is not stages[ours.rank]:
         with torch.no_grad():
             stages[ours.rank].detach().copy_(mine)
@@ -141,7 +141,7 @@ class RowGathering:
 
     def _begin(self, mine: torch.Tensor, name: str, root: int) -> torch.Tensor:
         n = self._counts[root]
-        stage = torch.empty((capacity(n), *mine.shape[1:]), dtype=mine.dtype, device="cpu")
+        stage = torch.empty((capacity(n), *mine.shape[1:]), dtype=mine.dtype, device=mine.device)
         ours = _adapter.session()
         if root == ours.rank:
             with torch.no_grad():

@@ -117,7 +117,9 @@ def _unpack(message: bytes, verb: str, where: str, sender: int, ours: bool) -> A
 
 def _memory(tensor: torch.Tensor) -> Any:
     """The tensor's elements as an array of bytes."""
-    return plain_copy(tensor).reshape(-1).view(torch.uint8).numpy() if tensor.numel() else torch.zeros(0, dtype=torch.uint8, device="cpu").numpy()
+    if tensor.numel() == 0:
+        return torch.zeros(0, dtype=torch.uint8, device="cpu").numpy()
+    return plain_copy(tensor).cpu().reshape(-1).view(torch.uint8).numpy()
 
 
 def _decoded(body: bytes, verb: str, sender: int) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,7 +16,7 @@ from bpsx.errors import BpsxError, ConfigError
 from bpsx.torch.compression import Compression, Compressor, check_compression
 from bpsx.torch.eager import eager
 
-_ALLOWED = f"allowed are dense CPU tensors of {', '.join(BY_NAME)}"
+_ALLOWED = f"allowed are dense tensors of {', '.join(BY_NAME)}, on the CPU or a CUDA device"
 #: What to send instead of a dtype that cannot be summed.
 _INSTEAD = {
     "bool": "send tensor.to(torch.uint8), whose sum counts the workers with True",
@@ -62,7 +64,7 @@ class StagedHandle:
 
 
 def check_tensor(tensor: Any, what: str) -> None:
-    """Raise :class:`UnsupportedTensor` unless ``tensor`` is a dense CPU tensor. ``what`` says whose it is."""
+    """Raise :class:`UnsupportedTensor` unless ``tensor`` is dense, on the CPU or a GPU. ``what`` says whose it is."""
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedTensor(f"{what}: a torch.Tensor is needed, not {type(tensor).__name__}")
     if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
@@ -78,8 +80,8 @@ def check_rows(tensor: torch.Tensor, verb: str) -> None:
 
 
 def check_device(tensor: torch.Tensor, what: str) -> None:
-    """Raise :class:`UnsupportedTensor` unless ``tensor`` is on the CPU."""
-    if tensor.device.type != "cpu":
+    """Raise :class:`UnsupportedTensor` unless ``tensor`` is on the CPU or a GPU."""
+    if tensor.device.type not in ("cpu", "cuda"):
         raise UnsupportedTensor(f"{what}: tensors on {tensor.device} cannot be sent; {_ALLOWED}")
 
 
@@ -137,13 +139,27 @@ def summable(tensor: torch.Tensor, what: str) -> str:
 
 def view_of(tensor: torch.Tensor, dtype: str) -> TensorView:
     """A plain tensor as bpsx sees it."""
-    return TensorView(tensor.data_ptr(), tensor.nbytes, dtype, tuple(tensor.shape), tensor)
+    return view_at(tensor, tensor.nbytes, dtype, tuple(tensor.shape))
+
+
+def view_at(tensor: torch.Tensor, nbytes: int, dtype: str, shape: tuple[int, ...]) -> TensorView:
+    """A plain tensor's memory as elements of another type."""
+    if not tensor.is_cuda:
+        return TensorView(tensor.data_ptr(), nbytes, dtype, shape, tensor)
+    device = tensor.get_device()
+    return TensorView(tensor.data_ptr(), nbytes, dtype, shape, tensor, device, _streams_of(device))
+
+
+@functools.cache
+def _streams_of(device: int) -> Callable[[], int]:
+    """Gives the stream that the calling thread works on."""
+    return lambda: int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def submit(
     source: torch.Tensor, output: torch.Tensor, name: str | None, *, average: bool, priority: int = 0, will_wait: bool = False, rate: float = -1.0,
 ) -> Handle:
-    """Begin to sum ``source`` over all workers into ``output``, which may be the same tensor. Both are checked dense CPU tensors.
+    """Begin to sum ``source`` over all workers into ``output``, which may be the same tensor. Both are checked dense tensors.
 
     Raises :class:`~bpsx.dtypes.UnsupportedDType`, :class:`~bpsx.errors.NotInitializedError`.
     """
@@ -207,11 +223,14 @@ def push_pull_async(tensor: torch.Tensor, average: bool = True, name: str | None
     """Begin to sum ``tensor`` over all workers into a new tensor of its shape and dtype; :func:`synchronize` returns that. In asynchronous
     training: add it to the servers' value of ``name``, and get that (see ``docs/async.md``).
 
-    ``tensor``: dense, on the CPU, of a dtype in :data:`bpsx.dtypes.DTYPES`, any strides, also empty or 0-dimensional. Elements travel in logical
-    order, so workers may lay it out differently; a result has its input's strides. It must not change, nor be resized, until the end. Its
+    ``tensor``: dense, on the CPU or a GPU, of a dtype in :data:`bpsx.dtypes.DTYPES`, any strides, also empty or 0-dimensional. Elements travel in
+    logical order, so workers may lay it out differently; a result has its input's strides. It must not change, nor be resized, until the end. Its
     values are taken as they are, without autograd. Workers must agree on name, shape, dtype and ``average``; without a name, calls of one shape
     and dtype are matched in the order in which each worker makes them. ``average`` divides by ``size()``; integers round down. Larger ``priority``
     goes first (32 bits, signed). ``version`` is BytePS's and ignored: bpsx counts rounds itself.
+
+    On a GPU, the sum is of what the current stream has queued before the call, nobody waits for that, and what a stream queues after
+    :func:`synchronize` was called on it comes after the result. GPUs of one machine are added by NCCL, in the tensor's own type.
 
     Raises :class:`UnsupportedTensor` or :class:`~bpsx.dtypes.UnsupportedDType` (both are :class:`TypeError`), :class:`~bpsx.errors.ConfigError` for
     other arguments, :class:`~bpsx.errors.NotInitializedError`. Thread-safe.

@@ -58,7 +58,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        return [torch.device("cpu"), torch.device("cuda")]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long collectives may take that begin from now on."""
@@ -195,7 +195,7 @@ def create(options: Any, _: Any) -> ProcessGroup:
 
 def register() -> None:
     """Let ``torch.distributed`` know the backend. For the import of bpsx.torch, once."""
-    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _refuse(what: str, instead: str = "") -> NoReturn:

@@ -112,7 +112,7 @@ def _begin(tensor: torch.Tensor, output: torch.Tensor, wire: str, how: How) -> P
 
     if how.op in _HERE:
         summable(source, how.verb)
-        places = [torch.empty(source.shape, dtype=source.dtype, device="cpu") for _ in range(size)]
+        places = [torch.empty(source.shape, dtype=source.dtype, device=source.device) for _ in range(size)]
         return Pending([all_gather_async(places, source.detach(), wire)], finish)
     average = how.op is ReduceOp.Average and not _averages_here(source, how)
     return Pending([submit(source, output, wire, average=average)], finish)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -49,7 +49,7 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
     happen on all workers alike, before a forward pass.
 
     ``broadcast_buffers``: before each forward pass in training mode with gradients enabled and outside :meth:`no_sync`, buffers become worker
-    0's. ``compression``: one of :class:`Compression`, for the wire only. ``device_ids``: None, since modules are on the CPU. Of the options of
+    0's. ``compression``: one of :class:`Compression`, for the wire only. ``device_ids``: None, or a list of the module's GPU. Of the options of
     ``torch.nn.parallel.DistributedDataParallel``, ``init_sync=False`` leaves out the broadcast at construction, ``dim`` must be 0, and
     ``find_unused_parameters``, ``gradient_as_bucket_view``, ``static_graph``, ``bucket_cap_mb``, ``check_reduction`` and
     ``skip_all_reduce_unused_params`` are accepted and change nothing; others are refused.
@@ -130,8 +130,8 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
 
 def _checked(device_ids: Any, options: dict[str, Any]) -> bool:
     """``init_sync`` of PyTorch's options. Raises :class:`ConfigError` and, for what nobody knows, :class:`TypeError`."""
-    if device_ids:
-        raise ConfigError(f"DistributedDataParallel: device_ids={device_ids!r}: modules are on the CPU; allowed is None")
+    if device_ids and len(device_ids) != 1:
+        raise ConfigError(f"DistributedDataParallel: device_ids={device_ids!r}: a process has one GPU; allowed are None and a list of one")
     for option, value in options.items():
         if option in _REFUSED and value is not None:
             raise ConfigError(f"DistributedDataParallel: {option} is not supported; allowed is None")
@@ -182,11 +182,11 @@ class _Buffers:
                 for (buffer, statistic), part in zip(buffers, self._parts, strict=True):
                     if statistic:   # backward does not look at it: as when batch normalisation itself updates it
                         buffer.data.copy_(part)
-                    elif not torch.equal(buffer, part):
+                    elif not torch.equal(buffer, part.to(buffer.device)):
                         buffer.detach().copy_(part)
 
-    def _lay_out(self, buffers: Iterable[torch.Tensor]) -> None:
-        key = tuple((b.dtype, b.shape) for b in buffers)
+    def _lay_out(self, buffers: Sequence[torch.Tensor]) -> None:
+        key = tuple((b.dtype, b.shape, b.device) for b in buffers)
         if key == self._key:
             return
         places, end = [], 0
@@ -195,7 +195,7 @@ class _Buffers:
             nbytes = buffer.numel() * buffer.element_size()
             places.append((end, nbytes))
             end += -(-nbytes // _ALIGNED) * _ALIGNED
-        self._flat = torch.zeros(end, dtype=torch.uint8, device="cpu")
+        self._flat = torch.zeros(end, dtype=torch.uint8, device=buffers[0].device)
         self._parts = [self._flat[at:at + n].view(b.dtype).reshape(b.shape) for b, (at, n) in zip(buffers, places, strict=True)]
         self._key = key
 
