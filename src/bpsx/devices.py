@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from bpsx._core import Core
 from bpsx.config import Config
+from bpsx.dtypes import BY_CODE
 from bpsx.errors import ConfigError
 from bpsx.neighbourhood import Neighbourhood
 
@@ -71,6 +72,19 @@ class Devices:
         if gpu is None or gpu.ordinal != source.gpu:
             gpu = self._open(name, source.gpu)
         return OnGpu(gpu, source.streams)
+
+    def check_average(self, name: str, dtype: int, divisor: int, on: OnGpu | None) -> None:
+        """See to it that sums of integers can be divided, also where NCCL makes them. Raises :class:`~bpsx.errors.ConfigError`."""
+        self._near.check_average(name, dtype, divisor, on is not None)
+        if on is None or self._config.servers or not self._config.distributed or on.gpu.divides(dtype):
+            return
+        try:
+            from bpsx.kernels.cuda.device import THREADS
+            from bpsx.kernels.cuda.divide import divider
+        except ImportError as e:
+            raise ConfigError(f"averages of integers on GPUs of one machine need numba-cuda: pip install numba-cuda[cu13] ({e})") from e
+        with on.gpu:
+            on.gpu.take_divider(dtype, divider(BY_CODE[dtype].name).handle(), THREADS)
 
     def copy(self, name: str, source: View, target: View) -> None:
         """Queue a copy from one place on the GPU to another on the current stream. Raises as :meth:`place`, and for other lengths."""

@@ -15,6 +15,11 @@ class DType(NamedTuple):
     itemsize: int
     wide_itemsize: int
 
+    @property
+    def integer(self) -> bool:
+        """Whether its elements are integers."""
+        return "int" in self.name
+
 
 #: Halves are summed in float32, 8-bit integers in int32; the result is narrowed once.
 DTYPES: tuple[DType, ...] = (

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from bpsx.compression import FLOATS
 from bpsx.config import Config
 from bpsx.dtypes import BY_CODE, BY_NAME
 from bpsx.errors import ConfigError
@@ -57,9 +56,9 @@ class Neighbourhood:
 
     def check_average(self, name: str, dtype: int, divisor: int, on_gpu: bool) -> None:
         """Refuse averages that would be wrong. Raises :class:`~bpsx.errors.ConfigError`."""
-        if on_gpu and self.place in (Place.ONLY_ROOT, Place.ONLY_MEMBER) and divisor > 1 and BY_CODE[dtype].name not in FLOATS:
-            raise ConfigError(f"{name!r}: NCCL adds the GPUs of one machine, and cannot average {BY_CODE[dtype].name}: sum it (average=False) and "
-                              "divide, or use a float type")
+        if on_gpu and self.place in (Place.ONLY_ROOT, Place.ONLY_MEMBER) and divisor > 1 and BY_CODE[dtype].itemsize == 1:
+            raise ConfigError(f"{name!r}: {BY_CODE[dtype].name} cannot be averaged on GPUs: NCCL's sum would wrap first; sum it (average=False) or "
+                              "use a wider type")
         if self.place is not Place.DIRECT and self._config.servers and divisor > 1 and BY_CODE[dtype].itemsize == 1:
             raise ConfigError(f"{name!r}: {BY_CODE[dtype].name} cannot be averaged over machines with several processes: their sums would "
                               "wrap first; sum it (average=False), use a wider type, or set BPSX_LOCAL_REDUCE=0")

@@ -16,7 +16,7 @@ from bpsx.compressing import Compressing, Remembered
 from bpsx.compression import Compression, parse
 from bpsx.config import Config
 from bpsx.devices import Devices, OnGpu, View
-from bpsx.dtypes import BY_NAME, dtype_named
+from bpsx.dtypes import BY_CODE, BY_NAME, dtype_named
 from bpsx.forking import keep_from_children
 from bpsx.host import keep_memory, own_host
 from bpsx.joining import Joining
@@ -364,6 +364,8 @@ class Session:
         if not broadcast and self.compressing.any:
             source, owner = self.compressing.with_momentum(name, dtype, nbytes, codec, source, owner, on is not None)
         gpu, streams = on or (None, None)
+        if divisor > 1 and not broadcast and BY_CODE[dtype].integer:
+            self.devices.check_average(name, dtype, divisor, on)
         declared = self._tensors.get(name)
         if declared is not None and declared.tensor is not None and declared.shape == shape and declared.dtype == dtype \
                 and declared.codec is codec and not declared.failed:
@@ -372,8 +374,6 @@ class Session:
         self._check_new(name, nbytes)
         if codec is not None:
             self.compressing.check(name, dtype, nbytes, codec)
-        if not broadcast:
-            self._near.check_average(name, dtype, divisor, on is not None)
         handle = self._core.prepare(name, nbytes, source, target, divisor=divisor, broadcast=broadcast, asynchronous=asynchronous,
                                     priority=priority, rate=rate, owner=owner, result=result, gpu=gpu, streams=streams)
         if self._link is None:

@@ -36,6 +36,8 @@ cdef struct Device:
     void *(*host_memory)(void *self, uint64_t nbytes) noexcept nogil        # ... of its own; NULL: there is none
     int (*collect)(void *self, int what, const void *send, void *receive, uint64_t count, int dtype, int reduction, int root,
                    void *stream) noexcept nogil
+    int (*divide)(void *self, void *at, uint64_t count, int dtype, int64_t divisor, void *stream) noexcept nogil    # integers, rounding down
+    int (*room)(Device *d, uint64_t nbytes) noexcept nogil                  # have so many `zeros`, and as much `waste`
     int (*begin_group)(void *self) noexcept nogil
     int (*end_group)(void *self) noexcept nogil
     void (*abort)(void *self) noexcept nogil            # what waits on the GPU for another process ends

@@ -29,6 +29,7 @@ cdef struct OnGpu:
     Place *place                # NULL but between COPYD2H and COPYH2D, and elsewhere than at the root of a machine
     char *host                  # where the partition lies there, for this process
     char *data                  # on the GPU: what is copied down
+    uint64_t span               # bytes that its stages are about: its own, or, without servers, the whole tensor's
     uint32_t owner              # who of a group copies it: a rank in it, or EVERYBODY a share
     uint64_t begin, length      # bytes of it that this process copies
     void *queued[N_STREAMS]     # events: what its stages have queued last on each stream has come

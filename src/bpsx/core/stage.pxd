@@ -275,8 +275,27 @@ cdef inline void begin(Core *c, Task *task) noexcept nogil:
         begin_keeping(tensor, task)
     elif watched(c.watch):
         began(c, tensor)
+    if task.on_gpu:
+        span_parts(c, tensor)
     for i in range(tensor.n_parts):
-        enter(c, &tensor.parts[i])
+        if tensor.stages[tensor.parts[i].stage] != END:
+            enter(c, &tensor.parts[i])
+
+
+cdef inline void span_parts(Core *c, Tensor *tensor) noexcept nogil:
+    """On a GPU without servers nothing is gained by cutting a tensor: its first partition goes the way for all, and the others are home."""
+    cdef bint whole = c.machine != NULL and c.machine.alone
+    cdef uint64_t total = 0
+    cdef uint32_t i
+    for i in range(tensor.n_parts):
+        tensor.parts[i].gpu.span = tensor.parts[i].length
+        total += tensor.parts[i].length
+    for i in range(1, tensor.n_parts if whole else 1):
+        while tensor.stages[tensor.parts[i].stage] != END:
+            tensor.parts[i].stage += 1
+        home(c, &tensor.parts[i])
+    if whole:
+        tensor.parts[0].gpu.span = total
 
 
 cdef inline void watch_for(Core *c, Task *task) noexcept nogil:

@@ -71,7 +71,7 @@ cdef inline uint32_t choose_owner(Machine *m, Partition *p) noexcept nogil:
         return m.root % m.group_size
     if m.n_roots:
         return m.roots[((p.key >> PART_BITS) + p.key) % m.n_roots] % m.group_size
-    if p.length < <uint64_t>SMALL_PART * m.group_size:
+    if p.gpu.span < <uint64_t>SMALL_PART * m.group_size:
         return m.root % m.group_size
     return EVERYBODY
 
@@ -96,7 +96,7 @@ cdef inline void describe(Core *c, Partition *p, bint gathers, Post *order) noex
     memset(order, 0, sizeof(Post))
     order.key = p.key
     order.flags = IS_ORDER | ON_GPU | (GATHERS if gathers else 0) | (IS_BROADCAST if task.broadcast else 0)
-    order.nbytes = p.length
+    order.nbytes = p.gpu.span
     order.dtype = p.tensor.dtype
     order.round = p.round
     order.group_owner = p.gpu.owner
@@ -231,7 +231,7 @@ cdef inline int pump_orders(Core *c) noexcept nogil:
 cdef inline bint means_this(Core *c, Partition *p, const Post *order) noexcept nogil:
     """Whether the round that an order is about is under way here."""
     cdef int wanted
-    if p == NULL or order.flags & STANDS_IN or not under_way(c, p) or not p.on_gpu or p.round != order.round or p.length != order.nbytes:
+    if p == NULL or order.flags & STANDS_IN or not under_way(c, p) or not p.on_gpu or p.round != order.round or p.gpu.span != order.nbytes:
         return False
     if c.machine.me == c.machine.root:
         wanted = BROADCAST if order.flags & GATHERS else REDUCE
@@ -294,13 +294,19 @@ cdef inline int launch(Core *c, Partition *p, const Post *order) noexcept nogil:
         get = task.output + p.offset
         give = task.input + p.offset if task.input != NULL else get
     elif order.nbytes > d.most:
-        return -1
-    if task != NULL and not c.gpu.watches and not task.followed and task.ready != NULL:
+        rc = d.room(d, order.nbytes)
+        give = d.zeros
+        get = d.waste
+    if rc == 0 and task != NULL and not c.gpu.watches and not task.followed and task.ready != NULL:
         task.followed = True
         rc = d.wait(d.self, d.streams[BETWEEN], task.ready)
     if order.flags & GATHERS and rc == 0:
         return gather_parts_of(c, order, get)
-    return reduce_parts(c, order, give, get) if rc == 0 else rc
+    if rc == 0:
+        rc = reduce_parts(c, order, give, get)
+    if rc == 0 and task != NULL and c.machine.alone and order.reduction == SUM and not task.broadcast and task.divisor > 1:
+        rc = d.divide(d.self, get, order.nbytes // item_bytes(order.dtype), order.dtype, task.divisor, d.streams[BETWEEN])
+    return rc
 
 
 cdef inline void take_part(Core *c, Partition *p, const Post *order) noexcept nogil:
@@ -313,10 +319,10 @@ cdef inline void take_part(Core *c, Partition *p, const Post *order) noexcept no
     if not order.flags & GATHERS and not m.alone:
         g.owner = order.group_owner
         g.data = task.output + p.offset if task.output != NULL else c.device.waste
-        own_part(m, g, p.length, item_bytes(order.dtype))
+        own_part(m, g, g.span, item_bytes(order.dtype))
         if order.flags & IS_BROADCAST:
             g.begin = 0
-            g.length = p.length if order.owner == m.me else 0
+            g.length = g.span if order.owner == m.me else 0
             g.data = task.input + p.offset
         if m.me != m.root and not reach(c, p, order):
             give_up(c, E_PROTOCOL)
@@ -335,7 +341,7 @@ cdef inline bint reach(Core *c, Partition *p, const Post *post) noexcept nogil:
     """Let our copy engines reach a place in the root's segment. False if it cannot be one."""
     cdef Machine *m = c.machine
     cdef char *slab = memory_at(m, m.root, post.slab, post.slab_bytes)
-    if slab == NULL or post.slab % SLAB or post.offset < post.slab or post.offset - post.slab + p.length * m.n_groups > post.slab_bytes:
+    if slab == NULL or post.slab % SLAB or post.offset < post.slab or post.offset - post.slab + p.gpu.span * m.n_groups > post.slab_bytes:
         return False
     if not m.pinned[post.slab // SLAB]:
         if c.device.pin(c.device.self, slab, post.slab_bytes) != 0:

@@ -24,6 +24,13 @@ cdef inline void began(Core *c, Tensor *tensor) noexcept nogil:
         tensor.parts[i].entered_ns = now
 
 
+cdef inline uint64_t bytes_of(Partition *p, bint wire) noexcept nogil:
+    """What a stage has moved."""
+    if wire:
+        return p.packed.size
+    return p.gpu.span if p.on_gpu else p.length
+
+
 cdef inline void passed(Core *c, Partition *p) noexcept nogil:
     """A partition is done with its present stage and goes on to the next."""
     cdef Tensor *tensor = p.tensor
@@ -34,9 +41,9 @@ cdef inline void passed(Core *c, Partition *p) noexcept nogil:
     if tensor.recorded:
         now = now_ns()
         wire = p.packed != NULL and (stage == PUSH or stage == PULL)
-        put(c.watch, <unsigned char>stage, tensor.recorded, p.key, tensor.step, p.entered_ns, now, p.packed.size if wire else p.length, 0, 0)
+        put(c.watch, <unsigned char>stage, tensor.recorded, p.key, tensor.step, p.entered_ns, now, bytes_of(p, wire), 0, 0)
         p.entered_ns = now
-    if wants_values(c.watch, p.key) and tensor.current != NULL:
+    if wants_values(c.watch, p.key) and tensor.current != NULL and (not p.on_gpu or stage == PUSH or stage == PULL):
         values = p.source if stage <= LAST_OF_SOURCE or stage == COORDINATE_BROADCAST else p.target
         say_values(c.watch.who, c.watch.show_time, c.watch.stages[stage % STAGE_NAMES], p.key, tensor.step, tensor.dtype, values, p.length)
 

@@ -48,6 +48,10 @@ class Gpu:
         """What the processes of a communicator have to share. After :meth:`open_nccl`."""
     def join(self, unique_id: bytes, rank: int, size: int, most: int, rings: int = 0) -> None:
         """Become one of the ``size`` processes of the communicator; waits for the others. ``most``: bytes of a partition; ``rings``: channels."""
+    def divides(self, dtype: int) -> bool:
+        """Whether there is a kernel for integers of that code."""
+    def take_divider(self, dtype: int, kernel: int, threads: int) -> None:
+        """A kernel, CUDA's handle, of (address, elements, divisor), that works with any number of blocks of so many threads."""
     def made_ready(self) -> None:
         """All have joined: the core may begin."""
     def spoil(self, places: list[tuple[int, int]]) -> None:

@@ -37,6 +37,9 @@ cdef extern from *:
 
 cdef enum:
     MOST_SLABS = 4096
+    MOST_ROOMS = 40
+    MOST_BLOCKS = 4096
+    NOT_FOUND = 500             # CUDA_ERROR_NOT_FOUND
     TEXT = 512
     NOT_READY = 600             # CUDA_ERROR_NOT_READY
     RELAXED = 2                 # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -89,6 +92,8 @@ cdef struct Driver:             # libcuda.so.1
     int (*host_free)(void *) noexcept nogil
     int (*host_register)(void *, size_t, unsigned int) noexcept nogil
     int (*pointer)(void *, int, uintptr_t) noexcept nogil
+    int (*launch)(void *, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, void *, void **,
+                  void **) noexcept nogil
 
 cdef struct Nccl:               # libnccl.so.2
     const char *(*error_string)(int) noexcept nogil
@@ -113,6 +118,10 @@ cdef struct State:
     void *comm                  # the communicator
     void *slabs[MOST_SLABS]     # pinned memory
     int n_slabs
+    uintptr_t rooms[MOST_ROOMS] # memory on the GPU
+    int n_rooms
+    void *dividers[9]           # kernels, by our codes of element types
+    unsigned int threads        # of a block of theirs
     int64_t failing             # somebody writes `failure`, or has
     char failure[TEXT]
 
@@ -230,6 +239,33 @@ cdef int collect(
     return nccl_failed(s, b"ncclBroadcast", s.nccl.broadcast(send, receive, count, kind, root, comm, stream))
 
 
+cdef int divide(void *self, void *at, uint64_t count, int dtype, int64_t divisor, void *stream) noexcept nogil:
+    cdef State *s = <State *>self
+    cdef void *arguments[3]
+    cdef unsigned int blocks = <unsigned int>min((count + s.threads - 1) // max(s.threads, 1), <uint64_t>MOST_BLOCKS)
+    arguments[0], arguments[1], arguments[2] = &at, &count, &divisor
+    if s.dividers[dtype] == NULL:
+        return failed(s, b"no kernel divides this type of element", NOT_FOUND)
+    return failed(s, b"cuLaunchKernel", s.driver.launch(s.dividers[dtype], blocks, 1, 1, s.threads, 1, 1, 0, stream, arguments, NULL))
+
+
+cdef int room(Device *d, uint64_t nbytes) noexcept nogil:
+    """What there was stays until the end: something may be queued with it. It doubles, so that is not much."""
+    cdef State *s = <State *>d.self
+    cdef uintptr_t at = 0
+    cdef uint64_t most = max(nbytes, 2 * d.most)
+    if s.n_rooms == MOST_ROOMS:
+        return failed(s, b"cuMemAlloc", NOT_FOUND)
+    if failed(s, b"cuMemAlloc", s.driver.alloc(&at, 2 * most)) != 0:
+        return -1
+    s.rooms[s.n_rooms] = at
+    s.n_rooms += 1
+    d.zeros = <char *>at
+    d.waste = <char *>at + most
+    d.most = most
+    return failed(s, b"cuMemsetD8Async", s.driver.fill(at, 0, 2 * most, d.streams[BETWEEN]))
+
+
 cdef int begin_group(void *self) noexcept nogil:
     cdef State *s = <State *>self
     return nccl_failed(s, b"ncclGroupStart", s.nccl.group_start())
@@ -299,6 +335,7 @@ _DRIVER = [
     b"cuStreamSynchronize", b"cuStreamIsCapturing", b"cuStreamWaitEvent", b"cuEventCreate", b"cuEventDestroy_v2", b"cuEventRecord", b"cuEventQuery",
     b"cuMemcpyAsync", b"cuMemsetD8Async", b"cuMemAlloc_v2", b"cuMemFree_v2",
     b"cuMemHostAlloc", b"cuMemFreeHost", b"cuMemHostRegister_v2", b"cuPointerGetAttribute",
+    b"cuLaunchKernel",
 ]
 _NCCL = [
     b"ncclGetErrorString", b"ncclGetVersion", b"ncclGetUniqueId", b"ncclCommInitRank", b"ncclCommInitRankConfig",
@@ -356,6 +393,7 @@ cdef class Gpu:
         self.table.copy, self.table.fill = copy, fill
         self.table.record, self.table.wait, self.table.query = record, wait, query
         self.table.new_event, self.table.drop_event, self.table.pin, self.table.host_memory = new_event, drop_event, pin, host_memory
+        self.table.divide, self.table.room = divide, room
         self.table.collect, self.table.begin_group, self.table.end_group, self.table.abort = collect, begin_group, end_group, abort
 
     def _check(self, what: str, int rc):
@@ -465,15 +503,13 @@ cdef class Gpu:
         ``rings``: channels at least, 0 to let NCCL decide."""
         cdef UniqueId one
         cdef void *comm = NULL
-        cdef uintptr_t at = 0
         cdef int rc
         if len(unique_id) != ID_BYTES:
             raise DeviceError(f"an id of NCCL has {ID_BYTES} bytes, not {len(unique_id)}")
         memcpy(one.internal, <char *>unique_id, ID_BYTES)
         with self:
-            self._check("cuMemAlloc", self.state.driver.alloc(&at, 2 * most))
-            self.table.zeros, self.table.waste, self.table.most = <char *>at, <char *>at + most, most
-            self._check("cuMemsetD8Async", self.state.driver.fill(at, 0, 2 * most, self.table.streams[BETWEEN]))
+            if room(&self.table, most) != 0:
+                raise DeviceError(self.failure)
             with nogil:
                 rc = self.state.nccl.init_rank(&comm, size, one, rank) if rings == 0 else init_with(&self.state.nccl, &comm, size, one, rank, rings)
             self._check_nccl("ncclCommInitRank", rc)
@@ -482,6 +518,14 @@ cdef class Gpu:
                 rc = warm(&self.table, size)
             if rc:
                 raise DeviceError(self.failure)
+
+    def divides(self, int dtype) -> bool:
+        """Whether there is a kernel for integers of that code."""
+        return self.state.dividers[dtype] != NULL
+
+    def take_divider(self, int dtype, uintptr_t kernel, unsigned int threads) -> None:
+        """A kernel, CUDA's handle, of (address, elements, divisor), that works with any number of blocks of so many threads."""
+        self.state.dividers[dtype], self.state.threads = <void *>kernel, threads
 
     def made_ready(self) -> None:
         """All have joined: the core may begin."""
@@ -531,8 +575,8 @@ cdef class Gpu:
                 self.state.driver.event_drop(self.table.fence)
             for i in range(self.state.n_slabs):
                 self.state.driver.host_free(self.state.slabs[i])
-            if self.table.zeros != NULL:
-                self.state.driver.free(<uintptr_t>self.table.zeros)
+            for i in range(self.state.n_rooms):
+                self.state.driver.free(self.state.rooms[i])
         self.spare = []
         self.state.driver.release(self.device)
         self.device = -1

@@ -55,6 +55,12 @@ class Kernel:
             self._launch(blocks_, stream, *arguments)
 
 
+    def handle(self) -> int:
+        """The driver's, for who launches it without Python. On a GPU only."""
+        self._made, found = _made_of.compiled(self.function, self.signature, self.registers)
+        return int(found)
+
+
 def kernel(addresses: int, integers: int = 0, floats: int = 0, registers: int | None = None) -> Callable[[Callable[..., None]], Kernel]:
     """Makes a kernel of a function. ``registers``: no more than so many for a thread, that more threads fit on a multiprocessor."""
     return lambda function: Kernel(function, addresses, integers, floats, registers)

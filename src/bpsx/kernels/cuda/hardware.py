@@ -28,14 +28,19 @@ WARPS = THREADS // 32
 device = cuda.jit(device=True)
 
 
+def compiled(function: Callable[..., None], signature: str, registers: int | None) -> tuple[Any, Any]:
+    """A kernel, and the driver's handle of it, which is good as long as the kernel."""
+    (made,) = cuda.jit(signature, max_registers=registers)(function).overloads.values()
+    made.bind()
+    return made, made._codelibrary.get_cufunc().handle
+
+
 def launcher(function: Callable[..., None], signature: str, layout: str, registers: int | None) -> Callable[..., None]:
     """Compile a kernel; a function of blocks, stream and arguments that launches it. One thread at a time may call it.
 
     It calls the driver itself: Numba's own way takes the host five times as long. ``layout``: of the arguments, for struct, 8 bytes each.
     """
-    (made,) = cuda.jit(signature, max_registers=registers)(function).overloads.values()
-    made.bind()
-    handle = made._codelibrary.get_cufunc().handle
+    made, handle = compiled(function, signature, registers)
     arguments_ = ctypes.create_string_buffer(8 * len(layout))
     first = ctypes.addressof(arguments_)
     pointers = (ctypes.c_void_p * len(layout))(*(first + 8 * i for i in range(len(layout))))

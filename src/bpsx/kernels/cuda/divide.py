@@ -1,0 +1,28 @@
+"""Averages of integers on GPUs that NCCL has added: sums divided in place, rounding down as on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bpsx.kernels.cuda.device import THREADS, Kernel, at, block, blocks, kernel, np, thread
+
+
+def _divider(element: Any) -> Kernel:
+    @kernel(addresses=1, integers=2)
+    def divide(data: Any, n: Any, divisor: Any) -> None:
+        i = block() * THREADS + thread()
+        p = at(data, 0, element)
+        while i < n:
+            value = np.int64(p[i])
+            p[i] = element(value // divisor)
+            i += blocks() * THREADS
+
+    return divide
+
+
+_dividers = {"int32": _divider(np.int32), "int64": _divider(np.int64)}
+
+
+def divider(dtype: str) -> Kernel:
+    """The kernel of (address, elements, divisor) for ``int32`` or ``int64``; any number of blocks of THREADS."""
+    return _dividers[dtype]
