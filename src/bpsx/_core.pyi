@@ -18,6 +18,8 @@ class Handle:
     result: Any
     @property
     def name(self) -> str: ...
+    @property
+    def gpu(self) -> Gpu | None: ...
     def done(self) -> bool:
         """Whether the operation has ended, well or not. Does not block."""
     def wait(self, timeout: float | None = None) -> Any:
@@ -58,6 +60,8 @@ class Core:
         """Ask every lane whether it is there and knows ``secret``; returns those that did not answer rightly in time. Before :meth:`start`."""
     def open_gpu(self, gpu: Gpu, group: int = 1) -> None:
         """Let the core use a GPU, before the first tensor on it. ``group``: collectives that go together at most."""
+    def open_coders(self) -> None:
+        """Start the thread that queues kernels, before the first tensor that is compressed on the GPU. Idempotent."""
     def open_pool(self, threads: int) -> None:
         """Start the threads that compress, before the first tensor that is compressed. Idempotent."""
     def start(self) -> None:

@@ -18,9 +18,10 @@ from bpsx.core.device cimport Device
 from bpsx.core.gpu cimport forget_gpu, prepare_gpu
 from bpsx.core.greeting cimport ask_lanes, silent_lanes
 from bpsx.core.machine cimport Machine as CMachine
-from bpsx.core.loop cimport background, codec_thread, kick, submit, wait_for
-from bpsx.core.partition cimport Lane, Task
-from bpsx.core.pool cimport pool_free, pool_new, pool_stop
+from bpsx.core.loop cimport background, codec_thread, give_back_coded, kick, submit, wait_for
+from bpsx.core.parts cimport queue_kernels
+from bpsx.core.partition cimport Lane, Partition, Task
+from bpsx.core.pool cimport pool_free, pool_new, pool_next, pool_stop
 from bpsx.core.report cimport counters_of, gauges_of
 from bpsx.core.state cimport USER_STREAMS, Core as CCore
 from bpsx.core.status cimport DONE, E_DEVICE, E_SHUTDOWN, PENDING
@@ -52,7 +53,8 @@ cdef class Handle:
     cdef Py_buffer view_in, view_out
     cdef bint has_in, has_out
     cdef str failure
-    cdef object gpu, streams    # on a GPU: which, and a function that gives the current stream
+    cdef readonly object gpu    # None: not on a GPU
+    cdef object streams         # ... a function that gives the current stream
     cdef readonly str name
     cdef public object result
 
@@ -124,7 +126,7 @@ cdef class Handle:
 cdef class Core:
     """The state machine of a worker's partitions over one endpoint. Owned by the session; all methods are thread-safe."""
     cdef CCore c
-    cdef object endpoint, capsule, thread, machine, watch, gpu
+    cdef object endpoint, capsule, thread, machine, watch, gpu, coder
     cdef readonly int pid       # who made it: a forked child must not touch the parent's sockets
     cdef set tensors
     cdef list workers           # the pool's threads
@@ -190,6 +192,27 @@ cdef class Core:
                         for i in range(self.c.pool.n_threads)]
         for worker in self.workers:
             worker.start()
+
+    def open_coders(self) -> None:
+        """Start the thread that queues kernels, before the first tensor that is compressed on the GPU. Idempotent."""
+        if self.c.coders == NULL:
+            self.c.coders = pool_new(1)
+            self.coder = threading.Thread(target=self._code, name="bpsx-coder", daemon=True)
+            self.coder.start()
+
+    def _code(self) -> None:
+        cdef Partition *p
+        while True:
+            with nogil:
+                p = pool_next(self.c.coders, 0)
+            if p == NULL:
+                return
+            try:
+                queue_kernels(&self.c, p)
+            except Exception as e:
+                self.fail(E_DEVICE, f"{(<bytes>p.tensor.name).decode()!r} cannot be compressed on the GPU: {e}")
+            with nogil:
+                give_back_coded(&self.c, self.c.coders, 0, p)
 
     def _compress(self, uint32_t me) -> None:
         with nogil:
@@ -415,6 +438,9 @@ cdef class Core:
             while self.c.driving:
                 wait_until(&self.c.monitor, now_ns() + 1_000_000)
             unlock(&self.c.monitor)
+        if self.c.coders != NULL:
+            pool_stop(self.c.coders)
+            self.coder.join()
         if self.c.pool != NULL:
             pool_stop(self.c.pool)
             for worker in self.workers:
@@ -436,6 +462,7 @@ cdef class Core:
         free(self.c.table)
         forget_gpu(&self.c)
         pool_free(self.c.pool)
+        pool_free(self.c.coders)
         monitor_destroy(&self.c.monitor)
 
     cdef void _kick(self):

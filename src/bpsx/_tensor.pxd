@@ -9,6 +9,7 @@ cdef class Tensor:
     cdef bytes encoded, codec
     cdef list made              # what keeps compiled codecs alive
     cdef object gpu
+    cdef list coders            # of its partitions, if it is compressed on the GPU
     cdef readonly str name
     cdef readonly uint32_t generation
     cdef readonly uint64_t nbytes

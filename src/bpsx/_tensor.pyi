@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from bpsx.local._cuda import Gpu
+
 class Tensor:
     """A declared tensor: its partitions with key, lane and slot. Immutable; any thread."""
 
@@ -20,6 +22,8 @@ class Tensor:
     @property
     def busy(self) -> bool:
         """Whether a push_pull of it is under way, as far as the driver knows."""
+    def code_on(self, gpu: Gpu, coders: Sequence[object]) -> None:
+        """Have it compressed on the GPU from now on, by a :class:`bpsx.coding.Coder` for each partition. Before its first push_pull there."""
     def state(self, saved: list[bytes] | None = None) -> list[bytes]:
         """What is kept of each compressed partition, once it is what ``saved`` says, if that is given. Not while it is :attr:`busy`."""
     @property

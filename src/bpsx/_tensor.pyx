@@ -1,13 +1,13 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 """What a name was declared as, for the core: its partitions, and what they go through."""
 from cpython.pycapsule cimport PyCapsule_GetPointer
-from libc.stdint cimport uint32_t
+from libc.stdint cimport uint32_t, uintptr_t
 
 from bpsx.core.device cimport BETWEEN, UP, Device
 from bpsx.core.header cimport MAX_CODEC_BYTES, MAX_NAME_BYTES
 from bpsx.core.packed cimport server_state_bytes, state_of
 from bpsx.core.partition cimport MAX_STAGES
-from bpsx.core.parts cimport free_parts, give_gpu, make_parts, take_gpu
+from bpsx.core.parts cimport free_parts, give_gpu, make_parts, take_coders, take_gpu
 from bpsx.core.stage cimport COPYH2D
 from bpsx.core.status cimport DONE
 
@@ -57,6 +57,16 @@ cdef class Tensor:
                 give_gpu(&self.c, device_of(gpu))
             self.gpu = gpu
 
+    def code_on(self, gpu, list coders) -> None:
+        """Have it compressed on the GPU from now on, by a :class:`bpsx.coding.Coder` for each partition. Before its first push_pull there."""
+        cdef size_t i
+        self.put_on(gpu)
+        self.coders = coders
+        for i in range(self.c.n_parts):
+            coders[i].store(<uintptr_t>self.c.parts[i].packed.residual, <uintptr_t>self.c.parts[i].packed.momentum,
+                            <uintptr_t>&self.c.parts[i].packed.state)
+        take_coders(&self.c, coders)
+
     @property
     def busy(self) -> bool:
         """Whether a push_pull of it is under way, as far as the driver knows."""
@@ -65,7 +75,16 @@ cdef class Tensor:
     def state(self, list saved=None) -> list:
         """What is kept of each compressed partition, as bytes (core/packed.pxd), once it is what ``saved`` says, if that is given. Not while it
         is :attr:`busy`. Raises :class:`ValueError` for bytes of another length."""
-        return [state_of(self.c.parts[i].packed, saved[i] if saved else None) for i in range(self.c.n_parts)]
+        found = []
+        for i in range(self.c.n_parts):
+            coder = self.coders[i] if self.coders else None
+            memory = (<uintptr_t>self.c.parts[i].packed.residual, <uintptr_t>self.c.parts[i].packed.momentum, <uintptr_t>&self.c.parts[i].packed.state)
+            if coder is not None:
+                coder.fetch(*memory)
+            found.append(state_of(self.c.parts[i].packed, saved[i] if saved else None))
+            if coder is not None and saved:
+                coder.store(*memory)
+        return found
 
     @property
     def server_bytes(self) -> int:

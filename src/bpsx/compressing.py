@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from bpsx._core import Core, Handle
 from bpsx._tensor import Tensor
-from bpsx.compression import FLOATS, NONE, Compression, Momentum, check_fits, effective, make, stream, warm
+from bpsx.compression import FLOATS, NONE, Compression, Made, Momentum, check_fits, effective, make, stream, warm
 from bpsx.config import Config
 from bpsx.dtypes import BY_CODE
 from bpsx.errors import BpsxError, ConfigError
@@ -22,6 +22,9 @@ from bpsx.neighbourhood import Neighbourhood
 from bpsx.partitioner import whole_pages
 from bpsx.pipeline import Place, stages_for
 from bpsx.saving import Saved, check_saved, clear, put, take, until_idle
+
+if TYPE_CHECKING:
+    from bpsx.local._cuda import Gpu
 
 log = logging.getLogger("bpsx.compression")
 
@@ -51,6 +54,7 @@ class Compressing:
         self._meanings: dict[Tensor, Saved] = {}        # what says of saved state whether it is that tensor's
         self._kept: dict[str, tuple[Saved, bool]] = {n: (s, True) for n, s in remembered.kept.items()} if remembered else {}
         self._begun: set[str] = set()                   # names that an optimizer has in charge
+        self._rooms: tuple[int, tuple[int, int]] = (0, (0, 0))  # bytes, and addresses on the GPU, in which is encoded and decoded
         self._told: list[Handle] = []                   # what servers have been told to keep, and have not answered
         self.core: Core                                 # set by the session, which makes it later
 
@@ -123,8 +127,9 @@ class Compressing:
 
     def tensor(
         self, name: str, dtype: int, parts: list[tuple[int, int, int, int, int]], generation: int, used: Compression | None,
+        gpu: Gpu | None = None,
     ) -> Tensor:
-        """What the core knows of a declared name. Only who speaks to servers compresses."""
+        """What the core knows of a declared name. Only who speaks to servers compresses. ``gpu``: where it is when it is first pushed."""
         given = used if self._near.has_lanes else None
         stages, on_gpu = (stages_for(device, given is not None, self._near.place) for device in ("cpu", "gpu"))
         if given is None:
@@ -134,10 +139,27 @@ class Compressing:
             given = replace(given, momentum="")
         made = [make(given, BY_CODE[dtype].name, length, stream(name.encode(), i), self._near.sender) for i, (*_, length) in enumerate(parts)]
         tensor = Tensor(name, dtype, parts, stages, generation, given.text(), made, on_gpu)
+        if gpu is not None:
+            self._code_on(gpu, tensor, given, dtype, made)
         lengths = [length for *_, length in parts]
         self._meanings[tensor] = {"dtype": BY_CODE[dtype].name, "nbytes": sum(lengths), "codec": given.text(), "lengths": lengths}
         self._put(tensor)
         return tensor
+
+    def _code_on(self, gpu: Gpu, tensor: Tensor, given: Compression, dtype: int, made: list[Made]) -> None:
+        """Have a tensor compressed on the GPU; on the host, if its kernels cannot be had."""
+        try:
+            from bpsx.coding import Coder, room
+
+            wanted = room(given, made)
+            if self._rooms[0] < wanted:         # what there was may be in use: it stays until the end
+                self._rooms = wanted, (gpu.memory(wanted), gpu.memory(wanted))
+            coders = [Coder(gpu, given, BY_CODE[dtype].name, one, self._rooms[1]) for one in made]
+        except (ImportError, ConfigError) as e:
+            log.warning("%r is on the GPU and is compressed on the CPU: %s; kernels for GPUs need the package numba-cuda", tensor.name, e)
+            return
+        self.core.open_coders()
+        tensor.code_on(gpu, coders)
 
     # ---- for checkpoints
 

@@ -21,9 +21,10 @@ class Joining:
         self._stopped = False       # the job has failed, or bpsx was shut down
         self._said = False
 
-    def refuse(self, name: str) -> None:
-        """Raise :class:`JoinedError`: servers do not count on this worker now."""
-        raise JoinedError(f"{name!r}: this worker has called join() and takes part in nothing until all workers have")
+    def check(self, name: str) -> None:
+        """Raise :class:`JoinedError` if servers do not count on this worker now."""
+        if self.active:
+            raise JoinedError(f"{name!r}: this worker has called join() and takes part in nothing until all workers have")
 
     def run(self, unfinished: Callable[[], int], settle: Callable[[float], None], send: Callable[[str], None]) -> int:
         """Join and wait. Returns the rank that joined last, or -1 if the job has ended meanwhile.

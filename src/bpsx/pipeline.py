@@ -57,9 +57,13 @@ _TABLE: dict[tuple[str, bool, Place], tuple[Stage, ...]] = {
     # Without servers NCCL's all-reduce does it all.
     ("gpu", False, Place.ONLY_ROOT): (Stage.COORDINATE_REDUCE, Stage.REDUCE),
     ("gpu", False, Place.ONLY_MEMBER): (Stage.COORDINATE_REDUCE, Stage.REDUCE),
-    ("gpu", True, Place.DIRECT): (Stage.COPYD2H, Stage.COMPRESS, Stage.PUSH, Stage.PULL, Stage.DECOMPRESS, Stage.COPYH2D),
+    # Compressed on the GPU, or, if that cannot be, on the host: the core leaves out one of each two.
+    ("gpu", True, Place.DIRECT): (
+        Stage.COMPRESS, Stage.COPYD2H, Stage.COMPRESS, Stage.PUSH, Stage.PULL, Stage.DECOMPRESS, Stage.COPYH2D, Stage.DECOMPRESS),
     ("gpu", True, Place.MEMBER): (*_ADD, *_SPREAD),
-    ("gpu", True, Place.ROOT): (*_ADD, Stage.PCIE_REDUCE, Stage.COMPRESS, Stage.PUSH, Stage.PULL, Stage.DECOMPRESS, *_SPREAD),
+    ("gpu", True, Place.ROOT): (
+        Stage.COORDINATE_REDUCE, Stage.REDUCE, Stage.COMPRESS, Stage.COPYD2H, Stage.COORDINATE_PUSH, Stage.PCIE_REDUCE, Stage.COMPRESS, Stage.PUSH,
+        Stage.PULL, Stage.DECOMPRESS, Stage.COPYH2D, Stage.DECOMPRESS, Stage.COORDINATE_BROADCAST, Stage.BROADCAST),
     ("gpu", True, Place.ONLY_ROOT): (Stage.COORDINATE_REDUCE, Stage.REDUCE),
     ("gpu", True, Place.ONLY_MEMBER): (Stage.COORDINATE_REDUCE, Stage.REDUCE),
 }

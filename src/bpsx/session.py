@@ -206,7 +206,8 @@ class Session:
             spans = partition(declared.nbytes, self.config.partition_bytes)
             parts = [(key, lane, slot, span.offset, span.length) for (key, lane, slot), span in zip(places, spans, strict=True)]
             self.reporter.name(name, (key for key, _, _ in places))
-            tensor = self.compressing.tensor(name, declared.dtype, parts, generation, declared.codec)
+            on = declared.pending[0].gpu if declared.pending else None
+            tensor = self.compressing.tensor(name, declared.dtype, parts, generation, declared.codec, on)
             for handle in declared.pending:
                 self._core.release(handle, tensor)
             declared.pending = []
@@ -355,8 +356,7 @@ class Session:
         on: OnGpu | None = None,
     ) -> Handle:
         """The one way in. ``source`` and ``target`` are what :meth:`Core.prepare` takes; ``asynchronous`` by default if the job is."""
-        if self._joining.active:
-            self._joining.refuse(name)
+        self._joining.check(name)
         asynchronous = self._async if asynchronous is None else asynchronous
         codec = None if broadcast else self.compressing.of(name, dtype, nbytes)
         if codec is not None and codec.ef == "corrected" and not 0 <= rate < float("inf"):

@@ -1,18 +1,24 @@
 # The stages of a partition on a GPU: they are queued here, and seen to have come. Only the driver calls these; see "GPUs" in ARCHITECTURE.md.
 #
 # Nothing here waits for the GPU. What has been queued on one stream comes in that order, so of each stream only the oldest event is asked for.
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
 
 from bpsx.core.device cimport BETWEEN, DOWN, N_STREAMS, UP, Device, item_bytes
 from bpsx.core.machine cimport Machine, post_results, tell_root
+from bpsx.core.packed cimport SLACK, adopt_counter, correction, head_of, most_bytes
 from bpsx.core.partition cimport EVERYBODY, OnGpu, Partition, Task
 from bpsx.core.places cimport free_places, take_place
 from bpsx.core.post cimport IS_COPIED, IS_LOADED, Post
+from bpsx.core.pool cimport pool_give, pool_take
 from bpsx.core.queue cimport heap_pop
-from bpsx.core.stage cimport COPYD2H, COPYH2D, advance, begin, fail_partition, give_up
+from bpsx.core.stage cimport COMPRESS, COPYD2H, COPYH2D, DECOMPRESS, advance, begin, fail_partition, give_up
 from bpsx.core.state cimport USER_STREAMS, Core
-from bpsx.core.status cimport DONE, E_DEVICE, E_MEMORY
+from bpsx.core.status cimport DONE, E_DEVICE, E_MEMORY, E_PROTOCOL
+
+cdef enum:
+    WORDS = 16                  # bytes of `OnGpu.words`
 
 
 cdef inline bint awaited(Core *c) noexcept nogil:
@@ -66,10 +72,18 @@ cdef inline void own_part(Machine *m, OnGpu *g, uint64_t nbytes, uint64_t item) 
         g.length = nbytes if g.owner == me else 0
 
 
+cdef inline uint64_t words_at(Partition *p) noexcept nogil:
+    """Where in its place lie copies of `OnGpu.words`."""
+    return (most_bytes(p.packed) + SLACK + 63) & ~(<uint64_t>63)
+
+
 cdef inline bint find_place(Core *c, Partition *p) noexcept nogil:
     """Pinned memory for this round. False when there is none, and everything has failed."""
     cdef OnGpu *g = p.gpu
-    g.place = take_place(&c.gpu.places, c.device, c.machine, p.length * (c.machine.n_groups if c.machine != NULL else 1))
+    cdef uint64_t nbytes = p.length * (c.machine.n_groups if c.machine != NULL else 1)
+    if g.coder != NULL:
+        nbytes = max(nbytes, words_at(p) + WORDS)
+    g.place = take_place(&c.gpu.places, c.device, c.machine, nbytes)
     if g.place == NULL:
         give_up(c, E_MEMORY)
         return False
@@ -83,6 +97,11 @@ cdef inline void arrived(Core *c, Partition *p) noexcept nogil:
     cdef bint tells = c.machine != NULL and c.machine.me != c.machine.root
     if p.gpu.doom:
         fail_partition(c, p, p.gpu.doom, p.gpu.doom_a, p.gpu.doom_b)
+        return
+    if stage == COMPRESS:
+        p.packed.size = head_of(p.packed) + (<uint64_t *>(p.gpu.host + words_at(p)))[0]
+    elif stage == DECOMPRESS and (<int32_t *>(p.gpu.host + words_at(p) + 8))[0] != 0:
+        fail_partition(c, p, E_PROTOCOL, c.rank, 0)
         return
     if stage == COPYD2H:
         land(p)
@@ -103,7 +122,7 @@ cdef inline void copy_down(Core *c, Partition *p) noexcept nogil:
     cdef char *to
     cdef int rc = 0
     if c.machine == NULL:
-        if not find_place(c, p):
+        if g.place == NULL and not find_place(c, p):
             return
         g.begin = 0
         g.length = p.length if p.source != NULL else 0      # a broadcast's receivers push nothing
@@ -112,19 +131,97 @@ cdef inline void copy_down(Core *c, Partition *p) noexcept nogil:
             rc = d.wait(d.self, d.streams[DOWN], g.place.up)
     else:
         rc = d.wait(d.self, d.streams[DOWN], g.queued[BETWEEN])
-    if rc == 0 and g.length:
+    if rc == 0 and g.length and g.coder != NULL:
+        rc = copy_coded_down(c, p)
+    elif rc == 0 and g.length:
         to = g.host + g.begin
         if c.machine != NULL and not p.tensor.current.broadcast:
             to += c.machine.me // c.machine.group_size * p.length
         rc = d.copy(d.self, to, g.data + g.begin, g.length, d.streams[DOWN])
-        if rc == 0:
-            rc = mark(c, p, DOWN)
+    if rc == 0 and g.length:
+        rc = mark(c, p, DOWN)
     if rc != 0:
         give_up(c, E_DEVICE)
     elif g.length:
         await_end(c, p, DOWN)
     else:
         arrived(c, p)
+
+
+cdef inline int copy_coded_down(Core *c, Partition *p) noexcept nogil:
+    """What has been encoded on the GPU, behind the learning rate, if that travels. 0, or an error."""
+    cdef Device *d = c.device
+    cdef OnGpu *g = p.gpu
+    cdef uint64_t head = head_of(p.packed)
+    if p.packed.size > most_bytes(p.packed):
+        return -1
+    if head:
+        memcpy(g.host, &p.tensor.current.rate, sizeof(double))
+    if g.data == d.waste:                       # the root's, who has joined: nothing may come there before this has been copied
+        d.wait(d.self, d.streams[BETWEEN], g.queued[DOWN])
+    return d.copy(d.self, g.host + head, g.wire, p.packed.size - head, d.streams[DOWN])
+
+
+cdef inline void code(Core *c, Partition *p) noexcept nogil:
+    """COMPRESS and DECOMPRESS on the GPU: what comes before is queued here, and the kernels by the thread that can."""
+    cdef Device *d = c.device
+    cdef OnGpu *g = p.gpu
+    cdef int rc = 0
+    if not p.encodes:
+        adopt_counter(p.packed, <uint8_t *>g.host, p.packed.size)
+        rc = d.fill(d.self, g.words + 8, 0, 4, d.streams[UP])
+    else:
+        if c.machine == NULL:
+            if not find_place(c, p):
+                return
+            g.data = p.source
+        else:
+            rc = d.wait(d.self, d.streams[DOWN], g.queued[BETWEEN])
+        p.packed.counter += 1
+        g.counter = p.packed.counter
+        g.factor = correction(p.packed, p.tensor.current.rate)
+    if rc != 0:
+        give_up(c, E_DEVICE)
+    elif pool_give(c.coders, p) != 0:
+        give_up(c, E_MEMORY)
+
+
+cdef inline void coded(Core *c, Partition *p) noexcept nogil:
+    """The kernels have been queued: find out how many bytes they make, or whether there was sense in what they got."""
+    cdef Device *d = c.device
+    cdef OnGpu *g = p.gpu
+    cdef int which = DOWN if p.encodes else UP
+    cdef uint64_t at = 0 if p.encodes else 8
+    cdef int rc
+    if p.encodes and g.size >= 0 and not p.tensor.recorded:
+        p.packed.size = head_of(p.packed) + g.size
+        advance(c, p)
+        return
+    if p.encodes and g.size >= 0:
+        (<int64_t *>(g.host + words_at(p)))[0] = g.size
+        rc = 0
+    else:
+        rc = d.copy(d.self, g.host + words_at(p) + at, g.words + at, 8 - at // 2, d.streams[which])
+    if rc == 0:
+        rc = mark(c, p, which)
+    if rc != 0:
+        give_up(c, E_DEVICE)
+    else:
+        await_end(c, p, which)
+
+
+cdef inline int pump_coders(Core *c) noexcept nogil:
+    """Take back what the thread that queues kernels has been given. Returns how many partitions."""
+    cdef Partition *p = pool_take(c.coders)
+    cdef Partition *following
+    cdef int n = 0
+    while p != NULL:
+        following = p.next_done
+        if under_way(c, p):
+            coded(c, p)
+        p = following
+        n += 1
+    return n
 
 
 cdef inline void copy_up(Core *c, Partition *p) noexcept nogil:
@@ -142,7 +239,9 @@ cdef inline void copy_up(Core *c, Partition *p) noexcept nogil:
             p.result_owner = c.machine.me
             p.result_offset = g.place.offset
             rc = -post_results(c.machine, p, 0, 0, 0)
-    if g.length and task.output != NULL:
+    if rc == 0 and g.coder != NULL and g.length:
+        rc = d.copy(d.self, g.wire, g.host, p.packed.size, d.streams[UP])
+    elif rc == 0 and g.length and task.output != NULL:
         rc = d.copy(d.self, task.output + p.offset + g.begin, g.host + g.begin, g.length, d.streams[UP])
     if rc == 0 and c.machine == NULL:
         rc = d.record(d.self, g.place.up, d.streams[UP])
@@ -179,16 +278,21 @@ cdef inline int look_at_user(Core *c) noexcept nogil:
 cdef inline int pump_gpu(Core *c) noexcept nogil:
     """Queue what is due, most urgent first, and see what has come. Returns how many partitions."""
     cdef Partition *p
-    cdef int i, rc, n = look_at_user(c)
+    cdef int i, rc, stage, n = look_at_user(c)
+    if c.coders != NULL:
+        n += pump_coders(c)
     while c.gpu.work.size:
         p = heap_pop(&c.gpu.work)
         n += 1
         if not under_way(c, p):
             continue
-        if p.tensor.stages[p.stage] == COPYD2H:
+        stage = p.tensor.stages[p.stage]
+        if stage == COPYD2H:
             copy_down(c, p)
-        else:
+        elif stage == COPYH2D:
             copy_up(c, p)
+        else:
+            code(c, p)
     for i in range(N_STREAMS):
         while c.gpu.awaited[i].first != NULL and not c.failed:
             p = c.gpu.awaited[i].first

@@ -5,12 +5,11 @@ from libc.stdlib cimport free
 from bpsx.core.partition cimport Partition, Task, Tensor
 from bpsx.core.gpu cimport awaited, pump_gpu
 from bpsx.core.machine cimport fall_asleep, hosts, ring_bells, stay_awake
-from bpsx.core.queue cimport heap_pop
 from bpsx.core.receive cimport pump_in
 from bpsx.core.reduce cimport gone_news, pump_machine, take_early
 from bpsx.core.send cimport pump_out
 from bpsx.core.packed cimport grow_scratch
-from bpsx.core.pool cimport Pool, work_on
+from bpsx.core.pool cimport Pool, pool_finish, pool_next, work_on
 from bpsx.core.stage cimport adopt, fail_tensor, finish, give_up, pump_pool, start
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_DEVICE, E_MEMORY, E_SHUTDOWN, PENDING
@@ -193,7 +192,7 @@ cdef inline void run_loop(Core *c, Task *until, int64_t deadline_ns) noexcept no
         if c.machine != NULL:
             progress += pump_machine(c)
         if c.pool != NULL:
-            progress += pump_pool(c)
+            progress += pump_pool(c, c.pool)
         if c.device != NULL:
             progress += pump_gpu(c)
         progress += pump_out(c)
@@ -225,38 +224,28 @@ cdef inline void run_loop(Core *c, Task *until, int64_t deadline_ns) noexcept no
 
 cdef inline void codec_thread(Core *c, uint32_t me) noexcept nogil:
     """One of the pool's threads: encode and decode until it is told to stop."""
-    cdef Pool *pool = c.pool
     cdef Partition *p
     cdef char *scratch = NULL
     cdef uint64_t capacity = 0
-    lock(&pool.monitor)
-    while not pool.stopping:
-        if pool.todo.size == 0:
-            wait(&pool.monitor)
-            continue
-        p = heap_pop(&pool.todo)
-        if p.tensor.status != DONE:
-            continue                        # its tasks have been failed
-        pool.at_work[me] = p
-        unlock(&pool.monitor)
+    while True:
+        p = pool_next(c.pool, me)
+        if p == NULL:
+            break
         if grow_scratch(&scratch, &capacity, p.packed.scratch):
             work_on(p, scratch)
         else:
             p.codec_status = E_MEMORY
-        lock(&pool.monitor)
-        pool.at_work[me] = NULL
-        p.next_done = pool.done
-        pool.done = p
-        atomic_add(&pool.ready, 1)
-        notify_all(&pool.monitor)           # who has failed the tensor may wait for this
-        unlock(&pool.monitor)
-        lock(&c.monitor)
-        atomic_store(&c.news, 1)
-        kick(c)
-        unlock(&c.monitor)
-        lock(&pool.monitor)
-    unlock(&pool.monitor)
+        give_back_coded(c, c.pool, me, p)
     free(scratch)
+
+
+cdef inline void give_back_coded(Core *c, Pool *pool, uint32_t me, Partition *p) noexcept nogil:
+    """A pool's thread is done with a partition: the driver shall know."""
+    pool_finish(pool, me, p)
+    lock(&c.monitor)
+    atomic_store(&c.news, 1)
+    kick(c)
+    unlock(&c.monitor)
 
 
 cdef inline bint wait_for(Core *c, Task *task, int64_t deadline_ns) noexcept nogil:

@@ -158,11 +158,22 @@ cdef inline double correction(Packed *p, double rate) noexcept nogil:
     return factor
 
 
+cdef inline uint64_t head_of(const Packed *p) noexcept nogil:
+    """Bytes of a push before what is encoded."""
+    return RATE_BYTES if p.corrected else 0
+
+
+cdef inline void adopt_counter(Packed *p, const uint8_t *wire, uint64_t size) noexcept nogil:
+    """Go on from an answer's counter: who had fallen behind, by join() say, is where the others are."""
+    if p.counted and size >= sizeof(p.counter):
+        memcpy(&p.counter, wire, sizeof(p.counter))
+
+
 cdef inline void pack(Packed *p, char *elements, uint8_t *wire, char *scratch, double rate, bint head) noexcept nogil:
     """Encode `elements` into `wire`; `p.size` says how long it is. `head`: with the learning rate, if it is asked for. Elements of half types are
     not changed; scratch: see there."""
     cdef double factor = correction(p, rate)
-    cdef uint64_t begin = RATE_BYTES if head and p.corrected else 0
+    cdef uint64_t begin = head_of(p) if head else 0
     if begin:
         memcpy(wire, &rate, sizeof(rate))
     if p.widen != NULL:
@@ -178,8 +189,7 @@ cdef inline int unpack(Packed *p, uint8_t *wire, uint64_t size, char *elements, 
     cdef char *wide = scratch if p.narrow != NULL else elements
     if p.decode(wire, size, wide, <uint8_t *>scratch + p.aside, p.options, p.n, 0) != 0:
         return -1
-    if p.counted and size >= sizeof(p.counter):
-        memcpy(&p.counter, wire, sizeof(p.counter))     # who had fallen behind, by join() say, is where the others are
+    adopt_counter(p, wire, size)
     if p.narrow != NULL:
         p.narrow(elements, scratch, p.n)
     return 0

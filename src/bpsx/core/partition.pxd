@@ -10,7 +10,7 @@ from bpsx.core.packed cimport Packed
 from bpsx.core.post cimport Post
 
 cdef enum:
-    MAX_STAGES = 14
+    MAX_STAGES = 20
     EVERYBODY = 0xFFFFFFFF
 
 # Pinned memory of the host's in which a partition lies between COPYD2H and COPYH2D; see places.pxd.
@@ -36,6 +36,13 @@ cdef struct OnGpu:
     uint32_t reduction
     uint32_t others             # at the root: how many processes take part besides,
     uint32_t copied, loaded     # ... and have done their part down and up
+    # Where it is compressed on the GPU:
+    void *coder                 # the Python object that queues the kernels; NULL: not there
+    char *wire                  # on the GPU, as Packed.wire on the host
+    char *words                 # there, too: how many bytes have been encoded (int64), and whether bytes made no sense when decoded (int32)
+    int64_t size                # of what is encoded, where it is always the same; else -1
+    uint64_t counter            # of what is to be encoded,
+    double factor               # ... and by what the residual is multiplied
     bint answered               # elsewhere: the result is on the host
     int doom                    # ... or how the round has failed while an event was awaited
     uint32_t doom_a, doom_b
@@ -148,3 +155,8 @@ cdef struct Counters:
     int64_t messages_out
     int64_t messages_in
     int64_t malformed           # records that made no sense
+
+
+cdef inline uint8_t *wire_of(Partition *p) noexcept nogil:
+    """Where the encoded bytes of a compressed partition lie on the host."""
+    return <uint8_t *>p.gpu.host if p.on_gpu and p.gpu.coder != NULL else p.packed.wire

@@ -1,10 +1,11 @@
 # A tensor's partitions: made, and freed.
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
 from bpsx.core.packed cimport packed_free, packed_new
-from bpsx.core.device cimport N_STREAMS, Device
-from bpsx.core.partition cimport OnGpu, Partition, Tensor
+from bpsx.core.device cimport DOWN, N_STREAMS, UP, Device
+from bpsx.core.partition cimport OnGpu, Partition, Task, Tensor
+from bpsx.core.state cimport Core
 
 
 cdef inline uint64_t make_parts(Tensor *tensor, list parts, list made) except? 0:
@@ -61,3 +62,28 @@ cdef inline void free_parts(Tensor *tensor) noexcept:
             free(tensor.parts[i].gpu)
             packed_free(tensor.parts[i].packed)
     free(tensor.parts)
+
+
+cdef inline int take_coders(Tensor *tensor, list coders) except -1:
+    """Have a GPU's partitions compressed there: a bpsx.coding.Coder for each, kept alive by the caller."""
+    cdef size_t i
+    cdef OnGpu *g
+    for i in range(tensor.n_parts):
+        g = tensor.parts[i].gpu
+        g.wire = <char *><uintptr_t>coders[i].wire
+        g.words = <char *><uintptr_t>coders[i].words
+        g.size = -1 if coders[i].size is None else coders[i].size
+        g.coder = <void *>coders[i]
+    return 0
+
+
+cdef inline int queue_kernels(Core *c, Partition *p) except -1:
+    """Let a partition's coder queue the kernels that encode or decode it."""
+    cdef OnGpu *g = p.gpu
+    cdef Task *task = p.tensor.current
+    coder = <object>g.coder
+    if p.encodes:
+        coder.encode(<uintptr_t>g.data, g.counter, g.factor, <uintptr_t>c.device.streams[DOWN])
+    else:
+        coder.decode(<uintptr_t>(task.output + p.offset if task.output != NULL else c.device.waste), p.packed.size, <uintptr_t>c.device.streams[UP])
+    return 0

@@ -6,7 +6,7 @@ from bpsx.core.packed cimport Packed, pack, unpack
 from bpsx.core.partition cimport Lane, Partition, Tensor
 from bpsx.core.queue cimport heap_pop, heap_push
 from bpsx.core.status cimport DONE
-from bpsx.core.sync cimport Monitor, atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, unlock, wait
+from bpsx.core.sync cimport Monitor, atomic_add, atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, unlock, wait
 
 cdef enum:
     MAX_THREADS = 64
@@ -81,6 +81,33 @@ cdef inline void pool_forget(Pool *pool, Tensor *tensor) noexcept nogil:
             busy = busy or pool.at_work[i] != NULL and pool.at_work[i].tensor == tensor
         if busy:
             wait(&pool.monitor)
+    unlock(&pool.monitor)
+
+
+cdef inline Partition *pool_next(Pool *pool, uint32_t me) noexcept nogil:
+    """A thread of the pool: the next partition, waited for; NULL: it is to end."""
+    cdef Partition *p = NULL
+    lock(&pool.monitor)
+    while p == NULL and not pool.stopping:
+        if pool.todo.size == 0:
+            wait(&pool.monitor)
+            continue
+        p = heap_pop(&pool.todo)
+        if p.tensor.status != DONE:
+            p = NULL                        # its tasks have been failed
+    pool.at_work[me] = p
+    unlock(&pool.monitor)
+    return p
+
+
+cdef inline void pool_finish(Pool *pool, uint32_t me, Partition *p) noexcept nogil:
+    """... and is done with it."""
+    lock(&pool.monitor)
+    pool.at_work[me] = NULL
+    p.next_done = pool.done
+    pool.done = p
+    atomic_add(&pool.ready, 1)
+    notify_all(&pool.monitor)               # who has failed the tensor may wait for this
     unlock(&pool.monitor)
 
 

@@ -4,7 +4,7 @@ from libc.string cimport memcmp, memcpy
 
 from bpsx.core.header cimport ANSWER, ERROR, PONG, PROOF_BYTES, Header, next_record
 from bpsx.core.packed cimport most_bytes, server_state_bytes
-from bpsx.core.partition cimport Partition
+from bpsx.core.partition cimport Partition, wire_of
 from bpsx.core.stage cimport PULL, advance, fail_partition, home
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_COMPRESSOR, E_JOINED, E_PROTOCOL
@@ -66,7 +66,7 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
             return -1
         p.packed.size = h.length
         if h.length:
-            memcpy(p.packed.wire, body, h.length)       # an answer means that the server has had what lay there
+            memcpy(wire_of(p), body, h.length)       # an answer means that the server has had what lay there
     elif h.length != p.length:
         return -1
     elif p.length:

@@ -9,7 +9,7 @@ from bpsx.core.header cimport (
     Header, header_init, padded,
 )
 from bpsx.core.packed cimport server_state_bytes
-from bpsx.core.partition cimport Lane, Partition, Task
+from bpsx.core.partition cimport Lane, Partition, Task, wire_of
 from bpsx.core.queue cimport heap_pop
 from bpsx.core.stage cimport advance, give_up
 from bpsx.core.state cimport Core
@@ -85,7 +85,7 @@ cdef inline uint64_t push_bytes(Partition *p) noexcept nogil:
 
 
 cdef inline char *push_body(Partition *p) noexcept nogil:
-    return <char *>p.packed.wire if p.packed != NULL and not p.keeps else p.source
+    return <char *>wire_of(p) if p.packed != NULL and not p.keeps else p.source
 
 
 cdef inline uint64_t register_size(Partition *p) noexcept nogil:

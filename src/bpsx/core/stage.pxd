@@ -1,7 +1,7 @@
 # The state machine of a partition, and of the task that it belongs to. The one switch over stages is `enter`.
 #
 # Only the driver calls these. pipeline.py has the same stage names and chooses each tensor's list.
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 
 from bpsx.core.device cimport mark_end
@@ -9,7 +9,7 @@ from bpsx.core.machine cimport Machine, everybody_in, know_tensor, post_results,
 from bpsx.core.packed cimport server_state_bytes
 from bpsx.core.partition cimport Lane, Partition, Task, Tensor
 from bpsx.core.places cimport give_place
-from bpsx.core.pool cimport pool_forget, pool_give, pool_take
+from bpsx.core.pool cimport Pool, pool_forget, pool_give, pool_take
 from bpsx.core.post cimport HAS_BODY, IS_BROADCAST, IS_SHARE, ON_GPU
 from bpsx.core.queue cimport heap_push
 from bpsx.core.state cimport Core, Unseen
@@ -32,6 +32,19 @@ cdef enum Stage:
     COPYH2D = 10
     COORDINATE_BROADCAST = 11   # waits for the root's word that the result is there
     BROADCAST = 12              # the result has to be copied out, and at the root the others told
+
+
+cdef inline bint beside_copies(Partition *p) noexcept nogil:
+    """Of a stage of compression of a tensor on a GPU: whether it comes where the elements are there, before COPYD2H or after COPYH2D."""
+    cdef uint8_t *stages = p.tensor.stages
+    cdef int i = p.stage, wanted = COPYD2H if stages[p.stage] == COMPRESS else COPYH2D
+    if wanted == COPYH2D:
+        while i >= 0 and stages[i] != wanted:
+            i -= 1
+        return i >= 0
+    while stages[i] != END and stages[i] != wanted:
+        i += 1
+    return stages[i] == wanted
 
 
 cdef inline void give_up(Core *c, int status) noexcept nogil:
@@ -61,6 +74,10 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
         if heap_push(&c.machine.work, p) != 0:
             give_up(c, E_MEMORY)
     elif stage == COMPRESS or stage == DECOMPRESS:
+        if p.on_gpu and beside_copies(p) != (p.gpu.coder != NULL):
+            p.stage += 1                                # on the host and on the GPU; it is done once
+            enter(c, p)
+            return
         if p.source == NULL and stage == COMPRESS:      # the machine's processes disagree: what travels is that
             p.packed.size = 0
             advance(c, p)
@@ -69,7 +86,7 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
         p.priority = p.tensor.current.priority
         p.order = c.next_order
         c.next_order += 1
-        if pool_give(c.pool, p) != 0:
+        if (heap_push(&c.gpu.work, p) if p.on_gpu and p.gpu.coder != NULL else pool_give(c.pool, p)) != 0:
             give_up(c, E_MEMORY)
     elif stage == COORDINATE_REDUCE:
         if everybody_in(c.machine, p):
@@ -181,9 +198,9 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
         free(task)
 
 
-cdef inline int pump_pool(Core *c) noexcept nogil:
-    """Take back what the pool has encoded and decoded. Returns how many partitions."""
-    cdef Partition *p = pool_take(c.pool)
+cdef inline int pump_pool(Core *c, Pool *pool) noexcept nogil:
+    """Take back what a pool has encoded and decoded. Returns how many partitions."""
+    cdef Partition *p = pool_take(pool)
     cdef Partition *following
     cdef int n = 0
     while p != NULL:
@@ -359,6 +376,8 @@ cdef inline void fail_tensor(Core *c, Tensor *tensor, int status) noexcept nogil
     tensor.status = status
     if c.pool != NULL:
         pool_forget(c.pool, tensor)
+    if c.coders != NULL:
+        pool_forget(c.coders, tensor)
     tensor.current = NULL
     if task != NULL and task.on_gpu:
         watch_no_more(c, task)

@@ -43,6 +43,7 @@ cdef struct Core:
     uint32_t epoch
     int64_t credit              # bytes per lane; 0: no bound
     Pool *pool                  # NULL: nothing is compressed
+    Pool *coders                # NULL: ... on a GPU
     Machine *machine            # NULL: no other process of this machine shares the work
     Device *device              # NULL: no tensor on a GPU so far; set once, by any thread
     uint32_t processes          # workers for whom one push stands

@@ -134,6 +134,8 @@ cdef inline void refuse(Core *c, Partition *p, int status, uint32_t a, uint32_t 
     p.share_a = a
     p.share_b = b
     p.source = NULL
+    if p.packed != NULL:
+        p.packed.size = 0
     while p.tensor.stages[p.stage] != PUSH:
         p.stage += 1
     enter(c, p)
@@ -165,6 +167,8 @@ cdef inline bint plan_parts(Core *c, Partition *p) noexcept nogil:
     if p.gpu.owner == NOBODY:
         refuse(c, p, E_JOINED, m.first_rank, m.first_rank)
         return False
+    if m.n_groups > 1:
+        p.gpu.coder = NULL                      # the CPU adds the groups' sums, and compresses that
     p.gpu.reduction = SUM if task.broadcast else reduction_of(m, p)
     p.gpu.copied = 0
     if task.broadcast and sender >= m.size:

@@ -42,6 +42,10 @@ class Gpu:
         """Whether an event has come."""
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Queue a copy on ``stream``."""
+    def memory(self, nbytes: int) -> int:
+        """The address of so many bytes on the GPU, all zero; they stay until :meth:`close`."""
+    def move(self, to: int, source: int, nbytes: int) -> None:
+        """Copy from the host or to it, and wait for that."""
     def open_nccl(self) -> int:
         """Find NCCL, which somebody has loaded; its version. Raises :class:`~bpsx.errors.ConfigError`."""
     def unique_id(self) -> bytes:

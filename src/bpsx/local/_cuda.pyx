@@ -13,7 +13,7 @@ from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdio cimport snprintf
 from libc.string cimport memcpy, memset
 
-from bpsx.core.device cimport ALL_GATHER, ALL_REDUCE, BETWEEN, BROADCAST_FROM, N_STREAMS, REDUCE_SCATTER, REDUCE_TO, Device
+from bpsx.core.device cimport ALL_GATHER, ALL_REDUCE, BETWEEN, BROADCAST_FROM, DOWN, N_STREAMS, REDUCE_SCATTER, REDUCE_TO, Device
 from bpsx.core.sync cimport atomic_load, atomic_store
 
 from bpsx.errors import ConfigError, DeviceError
@@ -355,6 +355,7 @@ cdef class Gpu:
     cdef int device
     cdef int pid
     cdef list spare             # events
+    cdef list owned             # memory on the GPU
     cdef object local           # of `with`, which may be nested: what `enter` gave, per thread
     cdef readonly int ordinal
     cdef readonly str name
@@ -363,7 +364,7 @@ cdef class Gpu:
     def __cinit__(self, int ordinal):
         cdef int i, n = 0
         cdef char text[256]
-        self.spare, self.local = [], threading.local()
+        self.spare, self.owned, self.local = [], [], threading.local()
         self.ordinal, self.device, self.pid = ordinal, -1, getpid()
         memset(&self.state, 0, sizeof(State))
         memset(&self.table, 0, sizeof(Device))
@@ -478,6 +479,25 @@ cdef class Gpu:
         """Whether it has not been closed, and this is not a forked child."""
         return self.device >= 0 and getpid() == self.pid
 
+    # ---- memory
+
+    def memory(self, uint64_t nbytes) -> int:
+        """The address of so many bytes on the GPU, all zero; they stay until :meth:`close`."""
+        cdef uintptr_t at = 0
+        with self:
+            self._check("cuMemAlloc", self.state.driver.alloc(&at, max(nbytes, <uint64_t>1)))
+            self.owned.append(at)
+            self._check("cuMemsetD8Async", self.state.driver.fill(at, 0, max(nbytes, <uint64_t>1), self.table.streams[DOWN]))
+            self._check("cuStreamSynchronize", self.state.driver.stream_sync(self.table.streams[DOWN]))
+        return at
+
+    def move(self, uintptr_t to, uintptr_t source, uint64_t nbytes) -> None:
+        """Copy from the host or to it, and wait for that."""
+        if nbytes:
+            with self:
+                self._check("cuMemcpyAsync", self.state.driver.copy(to, source, nbytes, self.table.streams[DOWN]))
+                self._check("cuStreamSynchronize", self.state.driver.stream_sync(self.table.streams[DOWN]))
+
     # ---- NCCL
 
     def open_nccl(self) -> int:
@@ -575,9 +595,11 @@ cdef class Gpu:
                 self.state.driver.event_drop(self.table.fence)
             for i in range(self.state.n_slabs):
                 self.state.driver.host_free(self.state.slabs[i])
+            for at in self.owned:
+                self.state.driver.free(<uintptr_t>at)
             for i in range(self.state.n_rooms):
                 self.state.driver.free(self.state.rooms[i])
-        self.spare = []
+        self.spare, self.owned = [], []
         self.state.driver.release(self.device)
         self.device = -1
 

@@ -1,0 +1,84 @@
+"""Compression of tensors on a GPU: what a partition needs there, and its kernels queued. See kernels/codecs.py for what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bpsx.compression import Compression, Made
+from bpsx.kernels.codecs import N_STATE, SLACK, device_codec
+from bpsx.kernels.cuda.convert import conversion
+from bpsx.kernels.cuda.device import grid
+from bpsx.kernels.cuda.feedback import TILE
+from bpsx.local._cuda import Gpu
+
+_ALIGNED = 256
+_STATE_BYTES = 8 * N_STATE
+#: Bytes written (int64), status (int32): core/gpu.pxd has the same.
+_WORDS_BYTES = 16
+
+
+class Coder:
+    """Encodes and decodes one partition. The kernels of all partitions of a direction go to one stream, and so share what they work in.
+
+    ``wire`` and ``words`` are addresses on the GPU; ``size`` is what is encoded, in bytes, if that is always the same, else None.
+    Not thread-safe: one thread encodes and decodes.
+    """
+
+    def __init__(self, gpu: Gpu, given: Compression, dtype: str, made: Made, rooms: tuple[int, int]) -> None:
+        """``rooms``: addresses of memory on the GPU, of :func:`room` bytes, to encode and to decode in."""
+        self._gpu, self._codec, self._made, self._rooms = gpu, device_codec(given.compressor), made, rooms
+        self._wide = "float64" if made.wide_itemsize == 8 else "float32"
+        self._conversion = conversion(dtype)
+        self._mu = made.mu
+        wide, n = made.n * made.wide_itemsize, made.n
+        lengths = [wide if made.residual else 0, wide if made.momentum else 0, _STATE_BYTES, _WORDS_BYTES, made.capacity + SLACK]
+        places = [0]
+        for length in lengths:
+            places.append(places[-1] + -(-length // _ALIGNED) * _ALIGNED)
+        base = gpu.memory(places[-1])
+        self._residual, self._momentum, self._state, self.words, self.wire = (base + at for at in places[:-1])
+        self._lengths = lengths
+        self.size = self._codec.size(self._wide, n, made.options)
+
+    def encode(self, data: int, counter: int, factor: float, stream: int) -> None:
+        """Encode the elements at an address into :attr:`wire`."""
+        made, room = self._made, self._rooms[0]
+        with self._gpu:
+            if self._conversion is not None:
+                self._conversion.widen.launch(grid(-(-made.n // TILE)), stream, data, room, made.n)
+                data, room = room, room + _aside(made)
+            self._codec.encode(
+                self._wide, data, self._residual if made.residual else None, self._momentum if made.momentum else None, self.wire, self.words,
+                room, self._state, made.options, made.n, counter, factor, self._mu, stream)
+
+    def decode(self, out: int, size: int, stream: int) -> None:
+        """Decode ``size`` bytes at :attr:`wire` to an address."""
+        made, room = self._made, self._rooms[1]
+        with self._gpu:
+            to = out
+            if self._conversion is not None:
+                to, room = room, room + _aside(made)
+            self._codec.decode(self._wide, self.wire, size, to, room, self.words + 8, made.options, made.n, False, stream)
+            if self._conversion is not None:
+                self._conversion.narrow.launch(grid(-(-made.n // TILE)), stream, to, out, made.n)
+
+    def fetch(self, residual: int, momentum: int, state: int) -> None:
+        """Copy what is kept from round to round to addresses on the host. Nothing may be under way."""
+        for host, here, length in zip((residual, momentum, state), (self._residual, self._momentum, self._state), self._lengths):
+            self._gpu.move(host, here, length)
+
+    def store(self, residual: int, momentum: int, state: int) -> None:
+        """The other way round."""
+        for host, here, length in zip((residual, momentum, state), (self._residual, self._momentum, self._state), self._lengths):
+            self._gpu.move(here, host, length)
+
+
+def _aside(made: Made) -> int:
+    """Bytes for widened elements."""
+    return -(-made.n * made.wide_itemsize // _ALIGNED) * _ALIGNED
+
+
+def room(given: Compression, made: Sequence[Made]) -> int:
+    """Bytes to work in for the largest of these partitions."""
+    codec = device_codec(given.compressor)
+    return max(_aside(one) + codec.scratch(one.n, one.options) for one in made)
