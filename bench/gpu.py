@@ -152,7 +152,7 @@ def _job(setup: Setup, servers: int, links: network.Links | None = None, peer: b
     interface = "lo" if links is None else "net0"
     environment = {"BENCH_DEVICE": setup.device, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface,
                    "NCCL_IB_DISABLE": "1"}
-    variables = own(setup.gpus, os.environ.get("CUDA_VISIBLE_DEVICES")) if servers else {}
+    variables = own(setup.gpus, os.environ.get("CUDA_VISIBLE_DEVICES") if setup.device == "cuda" else None) if servers else {}
     modules = dict.fromkeys(range(setup.gpus), "bench.gpu_worker")
     with tempfile.TemporaryDirectory(prefix="bpsx-bench-") as folder, \
             Job(setup.gpus, servers, environment=environment, modules=modules, links=links, own=variables) as job:

@@ -8,7 +8,7 @@ own: 6 % of BERT-large's at 384 tokens), normalisation, activations and pooling.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 
@@ -16,7 +16,7 @@ class Layer(NamedTuple):
     """``shapes`` by parameter's name; the first is the weight, outputs first. ``rows``: of one sample; 0: looked up or done element by element."""
 
     name: str
-    shapes: dict[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]]
     rows: int = 0
 
     @property
@@ -64,7 +64,7 @@ def _dense(name: str, inputs: int, outputs: int, rows: int = 1) -> Layer:
 
 def _normed(name: str, inputs: int, outputs: int, kernel: int, side: int) -> Layer:
     """A convolution without bias whose output is ``side`` by ``side``, and the batch normalisation behind it."""
-    shapes = {"weight": (outputs, inputs, kernel, kernel), "norm.weight": (outputs,), "norm.bias": (outputs,)}
+    shapes: Mapping[str, tuple[int, ...]] = {"weight": (outputs, inputs, kernel, kernel), "norm.weight": (outputs,), "norm.bias": (outputs,)}
     return Layer(name, shapes, side * side)
 
 
@@ -98,7 +98,7 @@ def vgg16() -> Network:
 def bert_large(tokens: int = 384) -> Network:
     """24 layers of 1024, 16 heads, vocabulary of 30,522; with the pooler, without a task's head. A sample is a text of so many tokens."""
     hidden, inner = 1024, 4096
-    norm = {"weight": (hidden,), "bias": (hidden,)}
+    norm: Mapping[str, tuple[int, ...]] = {"weight": (hidden,), "bias": (hidden,)}
     layers = [Layer(f"embeddings.{name}", {"weight": (rows, hidden)}) for name, rows in (("word", 30522), ("position", 512), ("kind", 2))]
     layers.append(Layer("embeddings.norm", norm))
     for i in range(24):
@@ -115,4 +115,4 @@ def tiny() -> Network:
 
 
 #: By name; ``tiny`` is for trying out.
-NETWORKS: dict[str, Callable[[], Network]] = {"resnet50": resnet50, "vgg16": vgg16, "bert-large": bert_large, "tiny": tiny}
+NETWORKS: Mapping[str, Callable[[], Network]] = {"resnet50": resnet50, "vgg16": vgg16, "bert-large": bert_large, "tiny": tiny}
