@@ -133,9 +133,9 @@ class Job:
     """
 
     def __init__(self, workers: int = 2, servers: int = 1, transport: str | None = None, environment: Mapping[str, str] | None = None,
-                 modules: Mapping[int, str] | None = None, links: Links | None = None) -> None:
+                 modules: Mapping[int, str] | None = None, links: Links | None = None, own: Mapping[int, Mapping[str, str]] | None = None) -> None:
         """``modules``: what other workers than the usual ones run, by index; ``links``: the network that the processes run in, which has a
-        place for "scheduler", "server 0" and so on."""
+        place for "scheduler", "server 0" and so on; ``own``: variables of single workers, by index."""
         self._folder = tempfile.TemporaryDirectory(prefix="bpsx-bench-")
         self._stack = contextlib.ExitStack()
         self._common = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NODE_HOST": "127.0.0.1",
@@ -147,7 +147,7 @@ class Job:
         if links is not None:   # beyond loopback a job needs a secret
             self._common |= {"DMLC_PS_ROOT_URI": links.address["scheduler"], "BPSX_SECRET": os.urandom(16).hex()}
         self._counts = workers, servers
-        self._modules = modules or {}
+        self._modules, self._own = modules or {}, own or {}
         self.workers: list[Child] = []
         self.servers: list[subprocess.Popen[bytes]] = []
         self.scheduler: subprocess.Popen[bytes] | None = None
@@ -187,7 +187,7 @@ class Job:
         self._common["DMLC_PS_ROOT_PORT"] = str(port_in(port_file, self.scheduler))
         self.servers = [self._role("bpsx.server", "server", i) for i in range(servers)]
         index = "DMLC_WORKER_ID" if servers else "BYTEPS_LOCAL_RANK"
-        environments = [{**self._common, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": "0", index: str(i)} for i in range(workers)]
+        environments = [{**self._common, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": "0", index: str(i), **self._own.get(i, {})} for i in range(workers)]
         made = (Child(self._modules.get(i, "bench.worker"), f"worker {i}", **{**environment, **self._place(f"worker {i}")},
                       prefix=self._prefix(f"worker {i}")) for i, environment in enumerate(environments))
         self.workers = self._stack.enter_context(closing_all(made))

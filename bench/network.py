@@ -7,7 +7,7 @@ import itertools
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from bench.report import BenchError
 
@@ -38,16 +38,18 @@ def why_not() -> str:
 
 
 class Links:
-    """Namespaces by name; the first holds the bridge. With a ``rate`` each of the others sends at most that. A context manager that removes them
-    all."""
+    """Namespaces by name; the first holds the bridge. With a ``rate`` each of the others sends at most that, and with ``both`` it receives no
+    more, either. ``beside``: who else is there, by the name of a namespace that has a place of its own. A context manager that removes them all."""
 
-    def __init__(self, names: Sequence[str], rate: str | None = None) -> None:
+    def __init__(self, names: Sequence[str], rate: str | None = None, *, both: bool = False, burst: str = "256k",
+                 beside: Mapping[str, str] | None = None) -> None:
         self._mark = f"bpsx-{os.getpid()}-{next(_numbers)}"
-        self._names, self._rate = list(names), rate
-        self.address = {name: f"10.214.9.{i + 1}" for i, name in enumerate(self._names)}
+        self._names, self._rate, self._both, self._burst = list(names), rate, both, burst
+        self._place = {**{name: i for i, name in enumerate(self._names)}, **{name: self._names.index(at) for name, at in (beside or {}).items()}}
+        self.address = {name: f"10.214.9.{i + 1}" for name, i in self._place.items()}
 
     def namespace(self, name: str) -> str:
-        return f"{self._mark}-{self._names.index(name)}"
+        return f"{self._mark}-{self._place[name]}"
 
     def prefix(self, name: str) -> list[str]:
         """What goes before a command that is to run there."""
@@ -77,13 +79,15 @@ class Links:
         for name in self._names:
             self._ip(name, "addr", "add", f"{self.address[name]}/24", "dev", "net0")
             self._ip(name, "link", "set", "net0", "up")
-        for name in self._names[1:] if self._rate else ():
+        for i, name in enumerate(self._names[1:] if self._rate else ()):
             # The burst is a few segments as large as TCP hands them down; smaller, and the rate is not reached.
-            self.slow(name, str(self._rate), "256k")
+            self.slow(name, str(self._rate), self._burst)
+            if self._both:      # what the bridge sends there
+                self.slow(hub, str(self._rate), self._burst, f"port{i}")
 
     def _ip(self, name: str, *words: str) -> None:
         run("ip", "-n", self.namespace(name), *words)
 
-    def slow(self, name: str, rate: str, burst: str = "32k") -> None:
+    def slow(self, name: str, rate: str, burst: str = "32k", device: str = "net0") -> None:
         """Bound what ``name`` sends, in ``tc``'s notation, as in ``50mbit``."""
-        run("tc", "-n", self.namespace(name), "qdisc", "add", "dev", "net0", "root", "tbf", "rate", rate, "burst", burst, "latency", "50ms")
+        run("tc", "-n", self.namespace(name), "qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst", burst, "latency", "50ms")
