@@ -104,6 +104,16 @@ def test_a_sum_that_overflows(worker, name):
     tensor.add(stored(np.ones(40), name), 0.9, 2)
 
 
+def test_nothing_behind_the_last_one_counts(worker):
+    """Threads without elements read the last one, here when it has been replaced: with momentum once more it would overflow."""
+    for n in (1, 7, 40):
+        tensor = Tensor(worker, "float32", n)
+        for _ in range(4):
+            tensor.momentum[:] = tensor._other[:] = 0
+            tensor.add(np.full(n, 1e38, np.float32), 0.9, 1, in_place=True)
+            assert (tensor.momentum == np.float32(1e38)).all()
+
+
 @settings(max_examples=15, deadline=None)
 @given(name=st.sampled_from(NAMES), blocks=st.integers(1, 3), n=st.integers(0, 140), mu=st.floats(0, 1), in_place=st.booleans(),
        rounds=st.lists(st.tuples(kinds, st.integers(0, 1000)), min_size=1, max_size=3))
