@@ -54,6 +54,10 @@ class Worker:
             raise answer
         return answer
 
+    def launch(self, module: str, path: str, dtype: str, blocks: int, given: list[np.ndarray | int], *numbers: int | float) -> list[np.ndarray]:
+        """What a kernel makes of arrays: see ``cuda_worker.launched``."""
+        return self.call(None, "launch", module, path, dtype, blocks, given, list(numbers))
+
     def close(self) -> None:
         """End it."""
         assert self._process.stdin and self._process.stdout

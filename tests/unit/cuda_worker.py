@@ -128,6 +128,28 @@ class Coder:
         return None if status else out
 
 
+def launched(module: str, path: str, dtype: str, blocks: int, given: list[np.ndarray | int], numbers: list[int | float]) -> list[np.ndarray]:
+    """What a kernel of ``bpsx.kernels.cuda`` makes of arrays, which are its addresses in turn; an integer is the array with that index once more.
+
+    ``path``: the function that makes it, and where that makes several, which; as in ``conversion.widen``.
+    """
+    make, *which = path.split(".")
+    kernel = getattr(importlib.import_module(f"bpsx.kernels.cuda.{module}"), make)(dtype)
+    for one in which:
+        kernel = getattr(kernel, one)
+    memories: list[Memory] = []
+    for array in given:
+        memories.append(memories[array] if isinstance(array, int) else Memory(array.nbytes))
+        if not isinstance(array, int):
+            memories[-1].put(array.tobytes())
+    kernel.launch(blocks, 0, *(memory.address for memory in memories), *numbers)
+    if not SIMULATED:
+        from numba import cuda
+
+        cuda.synchronize()
+    return [np.frombuffer(memory.get(), array.dtype) for memory, array in zip(memories, given) if not isinstance(array, int)]
+
+
 def main() -> None:
     """Until the other side closes."""
     warnings.simplefilter("ignore")     # integers wrap, infinities come and go
@@ -149,6 +171,8 @@ def main() -> None:
                 sys.path.insert(0, arguments[0])
                 importlib.import_module(arguments[1])
                 answer: object = None
+            elif method == "launch":
+                answer = launched(*arguments)
             elif number is None:
                 coders.append(Coder(*arguments))
                 answer = len(coders) - 1
