@@ -68,14 +68,14 @@ class Core:
         """Start the background thread."""
     def submit(
         self, tensor: Tensor, input: _Memory | None, output: _Memory, *, divisor: int = 1, broadcast: bool = False, asynchronous: bool = False,
-        priority: int = 0, will_wait: bool = False, rate: float = 0.0, owner: object = None, result: object = None, gpu: Gpu | None = None,
-        streams: Callable[[], int] | None = None,
+        priority: int = 0, will_wait: bool = False, rate: float = 0.0, owner: object = None, result: object = None,
+        on: tuple[Gpu, Callable[[], int], int | None] | None = None,
     ) -> Handle:
         """Push ``input`` (None: nothing) and pull into ``output``. ``divisor`` is the root's rank for a broadcast."""
     def prepare(
         self, name: str, nbytes: int, input: _Memory | None, output: _Memory, *, divisor: int = 1, broadcast: bool = False,
         asynchronous: bool = False, priority: int = 0, rate: float = 0.0, keeps: bool = False, owner: object = None, result: object = None,
-        gpu: Gpu | None = None, streams: Callable[[], int] | None = None,
+        on: tuple[Gpu, Callable[[], int], int | None] | None = None,
     ) -> Handle:
         """A handle for a tensor without a place; then :meth:`release` or :meth:`end`. Raises :class:`ValueError` for a wrong size."""
     def release(self, handle: Handle, tensor: Tensor, will_wait: bool = False) -> None:

@@ -25,9 +25,8 @@ from bpsx.core.pool cimport pool_free, pool_new, pool_next, pool_stop
 from bpsx.core.report cimport counters_of, gauges_of
 from bpsx.core.state cimport USER_STREAMS, Core as CCore
 from bpsx.core.status cimport DONE, E_DEVICE, E_SHUTDOWN, PENDING
-from bpsx.core.sync cimport (
-    atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock, wait_until,
-)
+from bpsx.core.telling cimport tell_failed, tell_failing, tell_known, tell_news
+from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock, wait_until
 from bpsx.core.watch cimport Watch
 from bpsx._tensor cimport Tensor
 from bpsx.transports.abi cimport Endpoint
@@ -76,9 +75,6 @@ cdef class Handle:
         """Whether the operation has ended, well or not; on a GPU, there. Does not block."""
         cdef int64_t status = atomic_load(&self.task.status)
         return status != PENDING and (self.gpu is None or status < 0 or self.gpu.come(<uintptr_t>self.task.over))
-
-    cdef bint _come(self):
-        return self.gpu is None or self.gpu.come(<uintptr_t>self.task.over)
 
     cdef _output(self):
         return <uintptr_t>self.task.output, self.tensor.nbytes
@@ -223,21 +219,21 @@ cdef class Core:
             background(&self.c)
 
     def submit(self, Tensor tensor not None, input, output, *, uint32_t divisor=1, bint broadcast=False, bint asynchronous=False,
-               int priority=0, bint will_wait=False, double rate=0, owner=None, result=None, gpu=None, streams=None) -> Handle:
+               int priority=0, bint will_wait=False, double rate=0, owner=None, result=None, on=None) -> Handle:
         """Push ``input`` and pull into ``output``: C-contiguous buffers, or pairs (address, bytes) kept alive by ``owner``.
 
         ``input`` None pushes nothing (a broadcast's receivers). ``divisor`` is the root's rank for a broadcast.
         ``asynchronous``: add to the servers' value and get that, or, for a broadcast, set it. ``rate``: the learning rate, for compression.
         """
         handle = self.prepare(tensor.name, tensor.nbytes, input, output, divisor=divisor, broadcast=broadcast,
-                              asynchronous=asynchronous, priority=priority, rate=rate, owner=owner, result=result, gpu=gpu, streams=streams)
+                              asynchronous=asynchronous, priority=priority, rate=rate, owner=owner, result=result, on=on)
         self.release(handle, tensor, will_wait)
         return handle
 
     def prepare(self, str name, uint64_t nbytes, input, output, *, uint32_t divisor=1, bint broadcast=False, bint asynchronous=False,
-                int priority=0, double rate=0, bint keeps=False, owner=None, result=None, gpu=None, streams=None) -> Handle:
+                int priority=0, double rate=0, bint keeps=False, owner=None, result=None, on=None) -> Handle:
         """A handle for a tensor that has not been placed yet; :meth:`release` sets it off, :meth:`end` ends it. ``keeps``: ask for, or
-        with ``input`` set, what servers keep of it, compressed as it is."""
+        with ``input`` set, what servers keep of it, compressed as it is. ``on``: see :class:`bpsx.devices.OnGpu`."""
         cdef Handle handle = Handle.__new__(Handle)
         self.reap()
         handle.core = self
@@ -267,10 +263,11 @@ cdef class Core:
             if <uint64_t>handle.view_in.len != nbytes:
                 raise ValueError(f"{name!r}: input has {handle.view_in.len} bytes, {nbytes} expected")
         handle.task.handle = <void *>handle
-        if gpu is not None:
+        if on is not None:
+            gpu, streams, made_on = on
             handle.task.ready, handle.task.over = <void *><uintptr_t>gpu.event(), <void *><uintptr_t>gpu.event()
             handle.gpu, handle.streams, handle.task.on_gpu = gpu, streams, True
-            stream = streams()
+            stream = streams() if made_on is None else made_on
             gpu.record_input(<uintptr_t>handle.task.ready, stream, name)
             handle.task.stream = stream // 64 % USER_STREAMS
         return handle
@@ -315,30 +312,16 @@ cdef class Core:
     def fail_tensor(self, Tensor tensor not None, int status, str detail) -> None:
         """End every push_pull of ``tensor``, present and future."""
         tensor.failure = detail
-        lock(&self.c.monitor)
-        tensor.c.failing_status = status
-        tensor.c.next_failing = self.c.failing
-        self.c.failing = &tensor.c
-        atomic_store(&self.c.news, 1)
-        kick(&self.c)
-        unlock(&self.c.monitor)
+        tell_failing(&self.c, &tensor.c, status)
 
     def fail(self, int status, str detail) -> None:
         """End every push_pull, present and future. The first failure wins."""
-        lock(&self.c.monitor)
-        if not self.c.failed:
+        if tell_failed(&self.c, status):
             self.failure = detail
-            atomic_store(&self.c.failed, status)
-            atomic_store(&self.c.news, 1)
-            kick(&self.c)
-        unlock(&self.c.monitor)
 
     def look(self) -> None:
         """Let the driver look around: something has changed that it cannot see by itself."""
-        lock(&self.c.monitor)
-        atomic_store(&self.c.news, 1)
-        kick(&self.c)
-        unlock(&self.c.monitor)
+        tell_news(&self.c)
 
     @property
     def failed(self) -> str:
@@ -351,12 +334,7 @@ cdef class Core:
     def know(self, Tensor tensor not None) -> None:
         """Learn of a tensor that the machine's other processes push, without pushing it."""
         self.tensors.add(tensor)
-        lock(&self.c.monitor)
-        tensor.c.next_known = self.c.known
-        self.c.known = &tensor.c
-        atomic_store(&self.c.news, 1)
-        kick(&self.c)
-        unlock(&self.c.monitor)
+        tell_known(&self.c, &tensor.c)
 
     @property
     def outstanding(self) -> int:
@@ -375,7 +353,7 @@ cdef class Core:
             handles.append(<Handle>task.handle)
             task = task.next
         unlock(&self.c.monitor)
-        lost = [handle for handle in handles if not (<Handle>handle)._come()]
+        lost = [handle for handle in handles if not handle.done()]
         self.gpu.spoil([(<Handle>handle)._output() for handle in lost])
         self.gpu.abort()
         return [handle.name for handle in lost]

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from bpsx.compression import Compression, Made
+from bpsx.devices import OnGpu
+from bpsx.dtypes import BY_NAME
 from bpsx.kernels.codecs import N_STATE, SLACK, device_codec
 from bpsx.kernels.cuda.convert import conversion
 from bpsx.kernels.cuda.device import grid
 from bpsx.kernels.cuda.feedback import TILE
+from bpsx.kernels.cuda.momentum import N_STATE as N_TICKETS
+from bpsx.kernels.cuda.momentum import nesterov
 from bpsx.local._cuda import Gpu
 
 _ALIGNED = 256
@@ -71,6 +77,39 @@ class Coder:
         """The other way round."""
         for host, here, length in zip((residual, momentum, state), (self._residual, self._momentum, self._state), self._lengths):
             self._gpu.move(here, host, length)
+
+
+class MomentumOnGpu:
+    """:class:`bpsx.compression.Momentum` of a tensor on a GPU. Its kernel goes to a stream of its own, between the user's and the copies."""
+
+    def __init__(self, gpu: Gpu, dtype: str, n: int) -> None:
+        self._gpu, self._n, self._dtype = gpu, n, "float64" if dtype == "float64" else "float32"
+        self._nbytes, itemsize = n * np.dtype(self._dtype).itemsize, BY_NAME[dtype].itemsize
+        self._kernel = nesterov(dtype)
+        self._kept, self._out, self._state = gpu.memory(self._nbytes), gpu.memory(n * itemsize), gpu.memory(4 * N_TICKETS)
+        self._asked = gpu.event()
+
+    def taken(self) -> np.ndarray:
+        """A copy of what is kept. Nothing may be under way."""
+        found = np.empty(self._n, self._dtype)
+        self._gpu.move(found.ctypes.data, self._kept, self._nbytes)
+        return found
+
+    def put(self, kept: np.ndarray | float) -> None:
+        """Keep this from now on."""
+        given = np.empty(self._n, self._dtype)
+        given[:] = kept
+        self._gpu.move(self._kept, given.ctypes.data, self._nbytes)
+
+    def add(self, address: int, mu: float, on: OnGpu) -> tuple[int, OnGpu]:
+        """Where what is to be sent for the gradient at ``address`` will be, and with which stream."""
+        gpu, aside = self._gpu, self._gpu.aside
+        gpu.record_input(self._asked, on.streams(), "momentum")
+        gpu.wait(aside, self._asked)
+        if self._n:
+            with gpu:
+                self._kernel.launch(grid(-(-self._n // TILE)), aside, address, self._kept, self._out, self._state, self._n, mu)
+        return self._out, on._replace(made_on=aside)
 
 
 def _aside(made: Made) -> int:

@@ -14,7 +14,7 @@ from bpsx._core import Core, Handle
 from bpsx._tensor import Tensor
 from bpsx.compression import FLOATS, NONE, Compression, Made, Momentum, check_fits, effective, make, stream, warm
 from bpsx.config import Config
-from bpsx.dtypes import BY_CODE
+from bpsx.dtypes import BY_CODE, BY_NAME
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.kernels.codecs import codec
 from bpsx.kernels.outside import import_compressors
@@ -24,6 +24,8 @@ from bpsx.pipeline import Place, stages_for
 from bpsx.saving import Saved, check_saved, clear, put, take, until_idle
 
 if TYPE_CHECKING:
+    from bpsx.coding import MomentumOnGpu
+    from bpsx.devices import OnGpu
     from bpsx.local._cuda import Gpu
 
 log = logging.getLogger("bpsx.compression")
@@ -50,7 +52,7 @@ class Compressing:
         self._current = current
         self._config, self._near = config, near
         self._of: dict[str, Compression] = dict(remembered.compressions) if remembered else {}
-        self._momenta: dict[tuple[str, int, int], Momentum] = {}
+        self._momenta: dict[tuple[str, int, int, bool], Momentum | MomentumOnGpu] = {}   # by name, dtype, bytes, and whether it is on the GPU
         self._meanings: dict[Tensor, Saved] = {}        # what says of saved state whether it is that tensor's
         self._kept: dict[str, tuple[Saved, bool]] = {n: (s, True) for n, s in remembered.kept.items()} if remembered else {}
         self._begun: set[str] = set()                   # names that an optimizer has in charge
@@ -95,26 +97,38 @@ class Compressing:
         return None if given is None else effective(given, BY_CODE[dtype].name, nbytes, self._config.min_compress_bytes)
 
     def with_momentum(
-        self, name: str, dtype: int, nbytes: int, used: Compression | None, source: Any, owner: object, on_gpu: bool = False,
-    ) -> tuple[Any, object]:
-        """What to push for ``source``, as :meth:`Core.prepare` takes it, and what keeps it alive.
+        self, name: str, dtype: int, nbytes: int, used: Compression | None, source: Any, owner: object, on: OnGpu | None = None,
+    ) -> tuple[Any, object, OnGpu | None]:
+        """What to push for ``source``, as :meth:`Core.prepare` takes it, what keeps it alive, and where it is.
 
         Something else only if nobody later adds momentum to it, which must have some: to what is not compressed, and to the shares of a machine whose
-        sum is compressed.
+        sum is compressed. Raises :class:`~bpsx.errors.ConfigError` for a tensor on a GPU if the package for its kernels is missing.
         """
         given = self._of.get(name)
         kind = BY_CODE[dtype]
         later = self._config.distributed and self._near.place is Place.DIRECT and used is given
         if given is None or not given.momentum or later or kind.name not in FLOATS:
-            return source, owner
-        if on_gpu:
-            raise ConfigError(f"{name!r}: momentum={given.momentum!r} of a tensor on a GPU that is not compressed itself")
-        key = name, dtype, nbytes
+            return source, owner, on
+        key = name, dtype, nbytes, on is not None
         if key not in self._momenta:
-            self._momenta[key] = Momentum(kind.name, nbytes // kind.itemsize)
+            self._momenta[key] = self._new_momentum(kind.name, nbytes, on)
             self._put_momentum(name, self._momenta[key], {"dtype": kind.name, "nbytes": nbytes})
-        made = self._momenta[key].add(source[0] if isinstance(source, tuple) else np.asarray(source).ctypes.data, given.mu)
-        return (made.ctypes.data, nbytes), (made, source, owner)
+        momentum = self._momenta[key]
+        if not isinstance(momentum, Momentum):
+            assert on is not None
+            address, on = momentum.add(source[0], given.mu, on)
+            return (address, nbytes), owner, on
+        made = momentum.add(source[0] if isinstance(source, tuple) else np.asarray(source).ctypes.data, given.mu)
+        return (made.ctypes.data, nbytes), (made, source, owner), None
+
+    def _new_momentum(self, dtype: str, nbytes: int, on: OnGpu | None) -> Momentum | MomentumOnGpu:
+        if on is None:
+            return Momentum(dtype, nbytes // BY_NAME[dtype].itemsize)
+        try:
+            from bpsx.coding import MomentumOnGpu
+        except ImportError as e:
+            raise ConfigError(f"momentum of tensors on GPUs needs the package numba-cuda ({e}): pip install numba-cuda[cu13]") from e
+        return MomentumOnGpu(on.gpu, dtype, nbytes // BY_NAME[dtype].itemsize)
 
     def check(self, name: str, dtype: int, nbytes: int, used: Compression) -> None:
         """Raise :class:`~bpsx.errors.ConfigError` if such a tensor cannot be compressed like that; else see to it that the code is there.
@@ -177,9 +191,9 @@ class Compressing:
         for name in wanted:
             if name in self._kept and name not in found:        # never pushed since
                 found[name] = dict(self._kept[name][0])
-            for (whose, dtype, nbytes), momentum in list(self._momenta.items()):
+            for (whose, dtype, nbytes, _), momentum in list(self._momenta.items()):
                 if whose == name:
-                    found[name] = {"dtype": BY_CODE[dtype].name, "nbytes": nbytes, **found.get(name, {}), "momentum": momentum.kept.copy()}
+                    found[name] = {"dtype": BY_CODE[dtype].name, "nbytes": nbytes, **found.get(name, {}), "momentum": momentum.taken()}
             if name in found:
                 found[name].setdefault("rank", self._config.rank)
         return found
@@ -197,9 +211,9 @@ class Compressing:
                         "and load a state of its own", self._config.rank, ", ".join(map(str, others)))
         for name, state in checked.items():
             self._kept[name] = state, state.get("rank", self._config.rank) == self._config.rank
-            for (whose, dtype, nbytes), momentum in list(self._momenta.items()):
+            for (whose, dtype, nbytes, _), momentum in list(self._momenta.items()):
                 if whose == name:
-                    momentum.kept[:] = 0
+                    momentum.put(0.0)
                     self._put_momentum(name, momentum, {"dtype": BY_CODE[dtype].name, "nbytes": nbytes})
             tensor = self._tensor_of(name)
             if tensor is not None:
@@ -269,9 +283,10 @@ class Compressing:
         if handle is not None:
             self._told.append(handle)
 
-    def _put_momentum(self, name: str, momentum: Momentum, meaning: Saved) -> None:
+    def _put_momentum(self, name: str, momentum: Momentum | MomentumOnGpu, meaning: Saved) -> None:
         """Put back the momentum of what no encoder adds it to."""
         saved, own = self._kept.get(name, ({}, True))
         kept = saved.get("momentum")
-        if own and kept is not None and all(saved.get(k) == v for k, v in meaning.items()) and kept.size == momentum.kept.size:
-            momentum.kept[:] = kept
+        n = meaning["nbytes"] // BY_NAME[meaning["dtype"]].itemsize
+        if own and kept is not None and all(saved.get(k) == v for k, v in meaning.items()) and kept.size == n:
+            momentum.put(kept)

@@ -208,6 +208,14 @@ class Momentum:
         self._itemsize, self._n = BY_NAME[dtype].itemsize, n
         self.kept = np.zeros(n, "float64" if dtype == "float64" else "float32")
 
+    def taken(self) -> np.ndarray:
+        """A copy of what is kept."""
+        return self.kept.copy()
+
+    def put(self, kept: np.ndarray | float) -> None:
+        """Keep this from now on."""
+        self.kept[:] = kept
+
     def add(self, address: int, mu: float) -> np.ndarray:
         """New memory with what is to be sent for the gradient at ``address``."""
         out = np.empty(self._n * self._itemsize, np.uint8)

@@ -11,6 +11,7 @@ from bpsx.config import Config
 from bpsx.dtypes import BY_CODE
 from bpsx.errors import ConfigError
 from bpsx.neighbourhood import Neighbourhood
+from bpsx.partitioner import whole_pages
 
 if TYPE_CHECKING:
     from bpsx.local._cuda import Gpu
@@ -44,6 +45,8 @@ class OnGpu(NamedTuple):
 
     gpu: Gpu
     streams: Streams
+    #: The stream that makes the input, if it is not the current one.
+    made_on: int | None = None
 
 
 class Devices:
@@ -108,7 +111,8 @@ class Devices:
                 gpu = Gpu(ordinal)
                 self.core.open_gpu(gpu, self._config.nccl_group)
                 if self._near.machine is not None:
-                    self._meeting = Meeting(self._config, self._near.machine, gpu, self.core.look, self._fail)
+                    most = whole_pages(self._config.partition_bytes)
+                    self._meeting = Meeting(self._config, self._near.machine, gpu, most, self.core.look, self._fail)
                     self._meeting.start()
                 self._gpu = gpu
             return self._gpu

@@ -362,20 +362,19 @@ class Session:
         if codec is not None and codec.ef == "corrected" and not 0 <= rate < float("inf"):
             raise errors.ConfigError(f"{name!r}: ef='corrected' needs the learning rate of each push_pull, a number from 0, not {rate!r}")
         if not broadcast and self.compressing.any:
-            source, owner = self.compressing.with_momentum(name, dtype, nbytes, codec, source, owner, on is not None)
-        gpu, streams = on or (None, None)
+            source, owner, on = self.compressing.with_momentum(name, dtype, nbytes, codec, source, owner, on)
         if divisor > 1 and not broadcast and BY_CODE[dtype].integer:
             self.devices.check_average(name, dtype, divisor, on)
         declared = self._tensors.get(name)
         if declared is not None and declared.tensor is not None and declared.shape == shape and declared.dtype == dtype \
                 and declared.codec is codec and not declared.failed:
             return self._core.submit(declared.tensor, source, target, divisor=divisor, broadcast=broadcast, asynchronous=asynchronous,
-                                     priority=priority, will_wait=will_wait, rate=rate, owner=owner, result=result, gpu=gpu, streams=streams)
+                                     priority=priority, will_wait=will_wait, rate=rate, owner=owner, result=result, on=on)
         self._check_new(name, nbytes)
         if codec is not None:
             self.compressing.check(name, dtype, nbytes, codec)
         handle = self._core.prepare(name, nbytes, source, target, divisor=divisor, broadcast=broadcast, asynchronous=asynchronous,
-                                    priority=priority, rate=rate, owner=owner, result=result, gpu=gpu, streams=streams)
+                                    priority=priority, rate=rate, owner=owner, result=result, on=on)
         if self._link is None:
             begin = monotonic_ns()
             self._core.copy_through(handle, nbytes)     # a single worker: the sum is what it pushed

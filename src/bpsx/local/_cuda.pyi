@@ -40,6 +40,9 @@ class Gpu:
         """What ``stream`` queues from now on comes after the event. The caller does not wait."""
     def come(self, event: int) -> bool:
         """Whether an event has come."""
+    @property
+    def aside(self) -> int:
+        """A stream of our own for kernels that come before the core's work."""
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Queue a copy on ``stream``."""
     def memory(self, nbytes: int) -> int:

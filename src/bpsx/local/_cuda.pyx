@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 """A GPU and NCCL for the core: opened by name at run time, called by address and without the GIL.
 
-Nothing of CUDA is needed to build this or to import it. Constants and signatures are those of CUDA's driver API and of NCCL, which both keep stable.
+Nothing of CUDA is needed to build this or to import it.
 """
 import threading
 import time
@@ -10,11 +10,14 @@ cimport cython
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
-from libc.stdio cimport snprintf
 from libc.string cimport memcpy, memset
 
-from bpsx.core.device cimport ALL_GATHER, ALL_REDUCE, BETWEEN, BROADCAST_FROM, DOWN, N_STREAMS, REDUCE_SCATTER, REDUCE_TO, Device
-from bpsx.core.sync cimport atomic_load, atomic_store
+from bpsx.core.device cimport DOWN, N_STREAMS, Device
+from bpsx.core.sync cimport atomic_store
+from bpsx.local.cuda cimport (
+    ID_BYTES, NO_TIMING, NON_BLOCKING, NOT_READY, State, UniqueId, abort, begin_group, collect, copy, divide, drop_event, end_group, enter, fill,
+    host_memory, init_with, leave, new_event, pin, query, record, room, wait, warm,
+)
 
 from bpsx.errors import ConfigError, DeviceError
 
@@ -28,284 +31,6 @@ cdef extern from "<dlfcn.h>" nogil:
 
 cdef extern from "<unistd.h>" nogil:
     int getpid()
-
-cdef extern from *:
-    """
-    static inline void *bpsx_take(void **p) { return __atomic_exchange_n(p, NULL, __ATOMIC_SEQ_CST); }
-    """
-    void *atomic_take "bpsx_take"(void **p) noexcept nogil     # leaves NULL
-
-cdef enum:
-    MOST_SLABS = 4096
-    MOST_ROOMS = 40
-    MOST_BLOCKS = 4096
-    NOT_FOUND = 500             # CUDA_ERROR_NOT_FOUND
-    TEXT = 512
-    NOT_READY = 600             # CUDA_ERROR_NOT_READY
-    RELAXED = 2                 # CU_STREAM_CAPTURE_MODE_RELAXED
-    ALREADY_PINNED = 712        # CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
-    NO_TIMING = 2               # CU_EVENT_DISABLE_TIMING
-    NON_BLOCKING = 1            # CU_STREAM_NON_BLOCKING
-    PORTABLE = 1                # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTALLOC_PORTABLE
-    UNDEFINED = -2147483648     # NCCL_CONFIG_UNDEF_INT
-    ID_BYTES = 128              # NCCL_UNIQUE_ID_BYTES
-
-cdef struct UniqueId:           # ncclUniqueId travels by value
-    char internal[ID_BYTES]
-
-cdef struct Options:            # ncclConfig_t of NCCL 2.17
-    size_t size
-    unsigned int magic
-    unsigned int version
-    int blocking
-    int cluster
-    int least                   # channels
-    int most
-    const char *net
-
-cdef struct Driver:             # libcuda.so.1
-    int (*init)(unsigned int) noexcept nogil
-    int (*error_string)(int, const char **) noexcept nogil
-    int (*device_count)(int *) noexcept nogil
-    int (*device_get)(int *, int) noexcept nogil
-    int (*device_name)(char *, int, int) noexcept nogil
-    int (*device_bus)(char *, int, int) noexcept nogil
-    int (*retain)(void **, int) noexcept nogil
-    int (*release)(int) noexcept nogil
-    int (*push)(void *) noexcept nogil
-    int (*pop)(void **) noexcept nogil
-    int (*exchange_capture_mode)(int *) noexcept nogil
-    int (*stream_new)(void **, unsigned int, int) noexcept nogil
-    int (*stream_drop)(void *) noexcept nogil
-    int (*stream_sync)(void *) noexcept nogil
-    int (*stream_capturing)(void *, int *) noexcept nogil
-    int (*stream_wait)(void *, void *, unsigned int) noexcept nogil
-    int (*event_new)(void **, unsigned int) noexcept nogil
-    int (*event_drop)(void *) noexcept nogil
-    int (*event_record)(void *, void *) noexcept nogil
-    int (*event_query)(void *) noexcept nogil
-    int (*copy)(uintptr_t, uintptr_t, size_t, void *) noexcept nogil
-    int (*fill)(uintptr_t, unsigned char, size_t, void *) noexcept nogil
-    int (*alloc)(uintptr_t *, size_t) noexcept nogil
-    int (*free)(uintptr_t) noexcept nogil
-    int (*host_alloc)(void **, size_t, unsigned int) noexcept nogil
-    int (*host_free)(void *) noexcept nogil
-    int (*host_register)(void *, size_t, unsigned int) noexcept nogil
-    int (*pointer)(void *, int, uintptr_t) noexcept nogil
-    int (*launch)(void *, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, void *, void **,
-                  void **) noexcept nogil
-
-cdef struct Nccl:               # libnccl.so.2
-    const char *(*error_string)(int) noexcept nogil
-    int (*version)(int *) noexcept nogil
-    int (*unique_id)(UniqueId *) noexcept nogil
-    int (*init_rank)(void **, int, UniqueId, int) noexcept nogil
-    int (*init_rank_config)(void **, int, UniqueId, int, Options *) noexcept nogil
-    int (*abort)(void *) noexcept nogil
-    int (*group_start)() noexcept nogil
-    int (*group_end)() noexcept nogil
-    int (*all_reduce)(const void *, void *, size_t, int, int, void *, void *) noexcept nogil
-    int (*reduce)(const void *, void *, size_t, int, int, int, void *, void *) noexcept nogil
-    int (*broadcast)(const void *, void *, size_t, int, int, void *, void *) noexcept nogil
-    int (*reduce_scatter)(const void *, void *, size_t, int, int, void *, void *) noexcept nogil
-    int (*all_gather)(const void *, void *, size_t, int, void *, void *) noexcept nogil
-
-# What the table's functions get as `self`.
-cdef struct State:
-    Driver driver
-    Nccl nccl
-    void *context
-    void *comm                  # the communicator
-    void *slabs[MOST_SLABS]     # pinned memory
-    int n_slabs
-    uintptr_t rooms[MOST_ROOMS] # memory on the GPU
-    int n_rooms
-    void *dividers[9]           # kernels, by our codes of element types
-    unsigned int threads        # of a block of theirs
-    int64_t failing             # somebody writes `failure`, or has
-    char failure[TEXT]
-
-#: Our codes of element types -> NCCL's. bfloat16 has one since NCCL 2.10.
-cdef int[9] NCCL_TYPES = [-1, 6, 9, 7, 8, 1, 0, 2, 4]
-
-
-# ---- the table
-
-cdef int failed(State *s, const char *what, int rc) noexcept nogil:
-    """Keep the first failure's text; returns ``rc``."""
-    cdef const char *text = NULL
-    if rc != 0 and atomic_load(&s.failing) == 0:
-        atomic_store(&s.failing, 1)
-        if s.driver.error_string(rc, &text) == 0:
-            snprintf(s.failure, TEXT, b"%s: CUDA error %d: %s", what, rc, text)
-        else:
-            snprintf(s.failure, TEXT, b"%s: CUDA error %d", what, rc)
-    return rc
-
-
-cdef int nccl_failed(State *s, const char *what, int rc) noexcept nogil:
-    if rc != 0 and atomic_load(&s.failing) == 0:
-        atomic_store(&s.failing, 1)
-        snprintf(s.failure, TEXT, b"%s: NCCL error %d: %s", what, rc, s.nccl.error_string(rc))
-    return rc
-
-
-cdef int enter(void *self) noexcept nogil:
-    """Also take this thread out of other threads' capture of a CUDA graph, which asking for an event would break."""
-    cdef State *s = <State *>self
-    cdef int mode = RELAXED
-    if failed(s, b"cuCtxPushCurrent", s.driver.push(s.context)) != 0:
-        return -1
-    s.driver.exchange_capture_mode(&mode)
-    return mode
-
-
-cdef void leave(void *self, int token) noexcept nogil:
-    cdef State *s = <State *>self
-    cdef void *was = NULL
-    s.driver.exchange_capture_mode(&token)
-    s.driver.pop(&was)
-
-
-cdef int copy(void *self, void *to, const void *source, uint64_t nbytes, void *stream) noexcept nogil:
-    cdef State *s = <State *>self
-    return failed(s, b"cuMemcpyAsync", s.driver.copy(<uintptr_t>to, <uintptr_t>source, nbytes, stream))
-
-
-cdef int fill(void *self, void *at, unsigned char value, uint64_t nbytes, void *stream) noexcept nogil:
-    cdef State *s = <State *>self
-    return failed(s, b"cuMemsetD8Async", s.driver.fill(<uintptr_t>at, value, nbytes, stream))
-
-
-cdef int record(void *self, void *event, void *stream) noexcept nogil:
-    cdef State *s = <State *>self
-    return failed(s, b"cuEventRecord", s.driver.event_record(event, stream))
-
-
-cdef int wait(void *self, void *stream, void *event) noexcept nogil:
-    cdef State *s = <State *>self
-    return failed(s, b"cuStreamWaitEvent", s.driver.stream_wait(stream, event, 0))
-
-
-cdef int query(void *self, void *event) noexcept nogil:
-    cdef State *s = <State *>self
-    cdef int rc = s.driver.event_query(event)
-    if rc == 0:
-        return 1
-    return 0 if rc == NOT_READY else -failed(s, b"cuEventQuery", rc)
-
-
-cdef void *new_event(void *self) noexcept nogil:
-    cdef State *s = <State *>self
-    cdef void *event = NULL
-    return event if failed(s, b"cuEventCreate", s.driver.event_new(&event, NO_TIMING)) == 0 else NULL
-
-
-cdef void drop_event(void *self, void *event) noexcept nogil:
-    (<State *>self).driver.event_drop(event)
-
-
-cdef int pin(void *self, void *at, uint64_t nbytes) noexcept nogil:
-    cdef State *s = <State *>self
-    cdef int rc = s.driver.host_register(at, nbytes, PORTABLE)
-    return 0 if rc == ALREADY_PINNED else failed(s, b"cuMemHostRegister", rc)
-
-
-cdef void *host_memory(void *self, uint64_t nbytes) noexcept nogil:
-    cdef State *s = <State *>self
-    cdef void *at = NULL
-    if failed(s, b"cuMemHostAlloc", s.driver.host_alloc(&at, nbytes, PORTABLE)) != 0:
-        return NULL
-    if s.n_slabs < MOST_SLABS:
-        s.slabs[s.n_slabs] = at
-        s.n_slabs += 1
-    return at
-
-
-cdef int collect(
-    void *self, int what, const void *send, void *receive, uint64_t count, int dtype, int reduction, int root, void *stream,
-) noexcept nogil:
-    cdef State *s = <State *>self
-    cdef void *comm = s.comm
-    cdef int kind = NCCL_TYPES[dtype]
-    if what == ALL_REDUCE:
-        return nccl_failed(s, b"ncclAllReduce", s.nccl.all_reduce(send, receive, count, kind, reduction, comm, stream))
-    if what == REDUCE_SCATTER:
-        return nccl_failed(s, b"ncclReduceScatter", s.nccl.reduce_scatter(send, receive, count, kind, reduction, comm, stream))
-    if what == ALL_GATHER:
-        return nccl_failed(s, b"ncclAllGather", s.nccl.all_gather(send, receive, count, kind, comm, stream))
-    if what == REDUCE_TO:
-        return nccl_failed(s, b"ncclReduce", s.nccl.reduce(send, receive, count, kind, reduction, root, comm, stream))
-    return nccl_failed(s, b"ncclBroadcast", s.nccl.broadcast(send, receive, count, kind, root, comm, stream))
-
-
-cdef int divide(void *self, void *at, uint64_t count, int dtype, int64_t divisor, void *stream) noexcept nogil:
-    cdef State *s = <State *>self
-    cdef void *arguments[3]
-    cdef unsigned int blocks = <unsigned int>min((count + s.threads - 1) // max(s.threads, 1), <uint64_t>MOST_BLOCKS)
-    arguments[0], arguments[1], arguments[2] = &at, &count, &divisor
-    if s.dividers[dtype] == NULL:
-        return failed(s, b"no kernel divides this type of element", NOT_FOUND)
-    return failed(s, b"cuLaunchKernel", s.driver.launch(s.dividers[dtype], blocks, 1, 1, s.threads, 1, 1, 0, stream, arguments, NULL))
-
-
-cdef int room(Device *d, uint64_t nbytes) noexcept nogil:
-    """What there was stays until the end: something may be queued with it. It doubles, so that is not much."""
-    cdef State *s = <State *>d.self
-    cdef uintptr_t at = 0
-    cdef uint64_t most = max(nbytes, 2 * d.most)
-    if s.n_rooms == MOST_ROOMS:
-        return failed(s, b"cuMemAlloc", NOT_FOUND)
-    if failed(s, b"cuMemAlloc", s.driver.alloc(&at, 2 * most)) != 0:
-        return -1
-    s.rooms[s.n_rooms] = at
-    s.n_rooms += 1
-    d.zeros = <char *>at
-    d.waste = <char *>at + most
-    d.most = most
-    return failed(s, b"cuMemsetD8Async", s.driver.fill(at, 0, 2 * most, d.streams[BETWEEN]))
-
-
-cdef int begin_group(void *self) noexcept nogil:
-    cdef State *s = <State *>self
-    return nccl_failed(s, b"ncclGroupStart", s.nccl.group_start())
-
-
-cdef int end_group(void *self) noexcept nogil:
-    cdef State *s = <State *>self
-    return nccl_failed(s, b"ncclGroupEnd", s.nccl.group_end())
-
-
-cdef void abort(void *self) noexcept nogil:
-    cdef State *s = <State *>self
-    cdef void *comm = atomic_take(&s.comm)
-    if comm != NULL:
-        s.nccl.abort(comm)
-
-
-cdef int init_with(Nccl *nccl, void **comm, int size, UniqueId one, int rank, int rings) noexcept nogil:
-    """ncclCommInitRank for at least so many channels."""
-    cdef Options options
-    options.size = sizeof(Options)
-    options.magic = 0xCAFEBEEF
-    options.version = 21700                     # the NCCL whose ncclConfig_t this is; later ones know it
-    options.blocking = options.cluster = options.most = UNDEFINED
-    options.least = rings
-    options.net = NULL
-    return nccl.init_rank_config(comm, size, one, rank, &options)
-
-
-cdef int warm(Device *d, int size) noexcept nogil:
-    """Have NCCL make its connections, which the first collective of a kind waits for: now, and not in a driver. 0, or an error."""
-    cdef void *stream = d.streams[BETWEEN]
-    cdef uint64_t count = d.most // size // 4
-    cdef int rc = d.collect(d.self, ALL_REDUCE, d.zeros, d.waste, 1, 3, 0, 0, stream)
-    rc |= d.collect(d.self, ALL_REDUCE, d.zeros, d.waste, d.most // 4, 3, 0, 0, stream)
-    rc |= d.collect(d.self, REDUCE_SCATTER, d.zeros, d.waste, count, 3, 0, 0, stream)
-    rc |= d.collect(d.self, ALL_GATHER, d.zeros, d.waste, count, 3, 0, 0, stream)
-    rc |= d.collect(d.self, REDUCE_TO, d.zeros, d.waste, count, 3, 0, 0, stream)
-    rc |= d.collect(d.self, BROADCAST_FROM, d.zeros, d.waste, count, 3, 0, 0, stream)
-    return rc
 
 
 # ---- opening the libraries
@@ -331,8 +56,8 @@ cdef int resolve(void *library, void **into, list names) except -1:
 
 _DRIVER = [
     b"cuInit", b"cuGetErrorString", b"cuDeviceGetCount", b"cuDeviceGet", b"cuDeviceGetName", b"cuDeviceGetPCIBusId", b"cuDevicePrimaryCtxRetain",
-    b"cuDevicePrimaryCtxRelease_v2", b"cuCtxPushCurrent_v2", b"cuCtxPopCurrent_v2", b"cuThreadExchangeStreamCaptureMode", b"cuStreamCreateWithPriority", b"cuStreamDestroy_v2",
-    b"cuStreamSynchronize", b"cuStreamIsCapturing", b"cuStreamWaitEvent", b"cuEventCreate", b"cuEventDestroy_v2", b"cuEventRecord", b"cuEventQuery",
+    b"cuDevicePrimaryCtxRelease_v2", b"cuCtxPushCurrent_v2", b"cuCtxPopCurrent_v2", b"cuThreadExchangeStreamCaptureMode",
+    b"cuStreamCreateWithPriority", b"cuStreamDestroy_v2", b"cuStreamSynchronize", b"cuStreamIsCapturing", b"cuStreamWaitEvent", b"cuEventCreate", b"cuEventDestroy_v2", b"cuEventRecord", b"cuEventQuery",
     b"cuMemcpyAsync", b"cuMemsetD8Async", b"cuMemAlloc_v2", b"cuMemFree_v2",
     b"cuMemHostAlloc", b"cuMemFreeHost", b"cuMemHostRegister_v2", b"cuPointerGetAttribute",
     b"cuLaunchKernel",
@@ -356,6 +81,7 @@ cdef class Gpu:
     cdef int pid
     cdef list spare             # events
     cdef list owned             # memory on the GPU
+    cdef void *kernels          # a stream
     cdef object local           # of `with`, which may be nested: what `enter` gave, per thread
     cdef readonly int ordinal
     cdef readonly str name
@@ -460,6 +186,14 @@ cdef class Gpu:
         with self:
             self._check("cuStreamWaitEvent", self.state.driver.stream_wait(<void *>stream, <void *>event, 0))
 
+    @property
+    def aside(self) -> int:
+        """A stream of our own for kernels that come before the core's work."""
+        if self.kernels == NULL:
+            with self:
+                self._check("cuStreamCreateWithPriority", self.state.driver.stream_new(&self.kernels, NON_BLOCKING, 0))
+        return <uintptr_t>self.kernels
+
     def copy(self, uintptr_t to, uintptr_t source, uint64_t nbytes, uintptr_t stream) -> None:
         """Queue a copy on ``stream``."""
         with self:
@@ -467,7 +201,7 @@ cdef class Gpu:
 
     def come(self, uintptr_t event) -> bool:
         """Whether an event has come. True too where nobody can tell any more."""
-        cdef int rc
+        cdef int rc = 0
         if not self.usable:
             return True
         with self:
@@ -523,7 +257,7 @@ cdef class Gpu:
         ``rings``: channels at least, 0 to let NCCL decide."""
         cdef UniqueId one
         cdef void *comm = NULL
-        cdef int rc
+        cdef int rc = 0
         if len(unique_id) != ID_BYTES:
             raise DeviceError(f"an id of NCCL has {ID_BYTES} bytes, not {len(unique_id)}")
         memcpy(one.internal, <char *>unique_id, ID_BYTES)
@@ -589,6 +323,8 @@ cdef class Gpu:
                 if self.table.streams[i] != NULL:
                     self.state.driver.stream_sync(self.table.streams[i])
                     self.state.driver.stream_drop(self.table.streams[i])
+            if self.kernels != NULL:
+                self.state.driver.stream_drop(self.kernels)
             for event in self.spare:
                 self.state.driver.event_drop(<void *><uintptr_t>event)
             if self.table.fence != NULL:
@@ -608,6 +344,7 @@ def where(uintptr_t address) -> int:
     """The GPU that has the memory at ``address``, or -1 if it is not a GPU's. Raises :class:`~bpsx.errors.ConfigError` without a driver."""
     cdef int (*ask)(void *, int, uintptr_t) noexcept nogil
     cdef int ordinal = -1, kind = 0
+    ask = NULL
     cdef void *library = open_library(b"libcuda.so.1", 0)
     resolve(library, <void **>&ask, [b"cuPointerGetAttribute"])
     if ask(&kind, 2, address) != 0 or kind != 2 or ask(&ordinal, 9, address) != 0:

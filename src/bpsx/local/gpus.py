@@ -18,7 +18,6 @@ from bpsx.errors import ConfigError, DeviceError
 from bpsx.local._cuda import Gpu
 from bpsx.local._machine import Machine
 from bpsx.local.topology import Card, Plan, plan
-from bpsx.partitioner import whole_pages
 
 log = logging.getLogger("bpsx.gpus")
 #: Between two looks at the others' notice boards: nothing tells that something has been written there.
@@ -29,13 +28,13 @@ class Meeting(threading.Thread):
     """Makes the communicator of a machine's GPUs, while the job goes on: its first tensors on a GPU wait for that.
 
     Each process writes on its notice board which GPU it has. The root reads all, plans, and writes the plan with NCCL's id. All join; when all have
-    said so, the root begins. ``fail`` is called with a text if that cannot be, ``done`` when it is.
+    said so, the root begins. ``most``: bytes of a partition. ``fail`` is called with a text if that cannot be, ``done`` when it is.
     """
 
-    def __init__(self, config: Config, machine: Machine, gpu: Gpu, done: Callable[[], None], fail: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, machine: Machine, gpu: Gpu, most: int, done: Callable[[], None], fail: Callable[[str], None]) -> None:
         super().__init__(name="bpsx-nccl", daemon=True)
         self._config, self._machine, self._gpu, self._done, self._fail = config, machine, gpu, done, fail
-        self._me, self._size = config.local_rank, config.local_size
+        self._me, self._size, self._most = config.local_rank, config.local_size, most
         self._notice: dict[str, Any] = {}
         self._stopping = threading.Event()
 
@@ -66,8 +65,7 @@ class Meeting(threading.Thread):
             log.info("%d GPUs, %d of them together: %s", self._size, found.group, found.why)
         agreed = self._read(root, "ids")
         group = int(agreed["group"])
-        self._gpu.join(bytes.fromhex(agreed["ids"][self._me // group]), self._me % group, group, whole_pages(self._config.partition_bytes),
-                       self._config.nccl_rings)
+        self._gpu.join(bytes.fromhex(agreed["ids"][self._me // group]), self._me % group, group, self._most, self._config.nccl_rings)
         self._machine.group_gpus(group, list(agreed["roots"]))
         if self._me == root:
             for i in range(self._size - 1):
