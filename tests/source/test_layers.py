@@ -10,7 +10,7 @@ from source.places import ROOT, files, imports, module_of
 LAYERS = [
     ("bpsx.torch", 1), ("bpsx._adapter", 1.5),
     ("bpsx.torchrun", 1.8), ("bpsx.api", 2), ("bpsx.arrays", 2.2), ("bpsx.session", 2.5), ("bpsx.joining", 2.7), ("bpsx.compressing", 2.65),
-    ("bpsx.devices", 2.68), ("bpsx.coding", 2.75), ("bpsx.saving", 2.8), ("bpsx.speed", 9),
+    ("bpsx.devices", 2.68), ("bpsx.coding", 2.67), ("bpsx.saving", 2.8), ("bpsx.speed", 9),
     ("bpsx.compression", 3), ("bpsx._exit", 4),
     ("bpsx.partitioner", 3), ("bpsx.placement", 3), ("bpsx.pipeline", 3),
     ("bpsx.reporting", 2.7), ("bpsx.neighbourhood", 2.7), ("bpsx.timeline", 2.8),
