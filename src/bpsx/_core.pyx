@@ -22,6 +22,7 @@ from bpsx.core.loop cimport background, codec_thread, give_back_coded, kick, sub
 from bpsx.core.parts cimport queue_kernels
 from bpsx.core.partition cimport Lane, Partition, Task
 from bpsx.core.pool cimport pool_free, pool_new, pool_next, pool_stop
+from bpsx.core.reaping cimport take_reaped, unreaped
 from bpsx.core.report cimport counters_of, gauges_of
 from bpsx.core.state cimport USER_STREAMS, Core as CCore
 from bpsx.core.status cimport DONE, E_DEVICE, E_SHUTDOWN, PENDING
@@ -348,7 +349,7 @@ cdef class Core:
         if self.gpu is None:
             return []
         lock(&self.c.monitor)
-        handles, task = [], self.c.reap_first
+        handles, task = [], self.c.reap_on_gpu
         while task != NULL:
             handles.append(<Handle>task.handle)
             task = task.next
@@ -361,18 +362,8 @@ cdef class Core:
     @property
     def unsettled(self) -> int:
         """The same, and those that are done while the GPU is still at them, or the transport."""
-        cdef Task *task
-        if self.gpu is None:
-            return self.outstanding
         self.reap()
-        lock(&self.c.monitor)
-        found = self.c.outstanding
-        task = self.c.reap_first
-        while task != NULL:
-            found += 1
-            task = task.next
-        unlock(&self.c.monitor)
-        return found
+        return self.outstanding + (unreaped(&self.c) if self.gpu is not None else 0)
 
     def waiting(self, age_s: float) -> list:
         """Tensors whose push_pull needs the other workers and is older than ``age_s`` seconds, the oldest first:
@@ -450,40 +441,19 @@ cdef class Core:
         unlock(&self.c.monitor)
 
     def reap(self) -> None:
-        """Drop the references to handles that are finished and whose memory the transport has let go of."""
+        """Drop the references to handles that are finished and whose memory neither the transport nor the GPU uses any more."""
         cdef Task *task
-        cdef Task *following
-        cdef Task *kept = NULL
-        if self.c.reap_first == NULL:
+        if self.c.reap_first == NULL and self.c.reap_on_gpu == NULL:
             return
-        lock(&self.c.monitor)
-        task = self.c.reap_first
-        self.c.reap_first = NULL
-        unlock(&self.c.monitor)
+        task = take_reaped(&self.c)
         dropped = []
         while task != NULL:
-            following = task.next
-            if atomic_load(&task.wire) or task.over != NULL and not (<Handle>task.handle).gpu.come(<uintptr_t>task.over):
-                task.next = kept
-                kept = task
-            else:
-                dropped.append(<Handle>task.handle)
-                Py_DECREF(<Handle>task.handle)
-            task = following
-        if kept != NULL:
-            self._keep(kept)
+            dropped.append(<Handle>task.handle)
+            Py_DECREF(<Handle>task.handle)
+            task = task.next
         for handle in dropped:
             (<Handle>handle)._release_buffers()
             (<Handle>handle).owner = None
-
-    cdef void _keep(self, Task *kept):
-        cdef Task *last = kept
-        while last.next != NULL:
-            last = last.next
-        lock(&self.c.monitor)
-        last.next = self.c.reap_first
-        self.c.reap_first = kept
-        unlock(&self.c.monitor)
 
     cdef object _error(self, Handle handle):
         cdef int status = <int>handle.task.status

@@ -171,6 +171,20 @@ cdef inline void home(Core *c, Partition *p) noexcept nogil:
         start(c, task)
 
 
+cdef inline void keep_for_reaping(Core *c, Task *task) noexcept nogil:
+    """The monitor is held."""
+    if task.over == NULL:
+        task.next = c.reap_first
+        c.reap_first = task
+        return
+    task.next = NULL
+    if c.reap_on_gpu == NULL:
+        c.reap_on_gpu = task
+    else:
+        c.reap_last.next = task
+    c.reap_last = task
+
+
 cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
     """Publish a task's end. From here on its waiter may go on, and nobody writes to its output."""
     cdef uint32_t i
@@ -188,8 +202,7 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
     if c.outstanding == 0:
         c.busy_total += now_ns() - c.busy_since
     if not stands_in:
-        task.next = c.reap_first
-        c.reap_first = task
+        keep_for_reaping(c, task)
     atomic_store(&task.status, status)
     if c.waiters:
         notify_all(&c.monitor)

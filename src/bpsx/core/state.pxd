@@ -60,6 +60,8 @@ cdef struct Core:
     Tensor *failing             # tensors to be failed by the driver
     Tensor *known               # tensors to be adopted without a task
     Task *reap_first            # finished; Python still has to let go of their memory
+    Task *reap_on_gpu           # ... which the GPU may be at: in the order in which they have finished
+    Task *reap_last             # of those
     # Written under the monitor, read anywhere:
     int64_t news                # the inbox, `failing` or `failed` has something for the driver
     int64_t failed              # not 0: this status ends every task

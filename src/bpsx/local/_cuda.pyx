@@ -15,8 +15,8 @@ from libc.string cimport memcpy, memset
 from bpsx.core.device cimport DOWN, N_STREAMS, Device
 from bpsx.core.sync cimport atomic_store
 from bpsx.local.cuda cimport (
-    ID_BYTES, NO_TIMING, NON_BLOCKING, NOT_READY, State, UniqueId, abort, begin_group, collect, copy, divide, drop_event, end_group, enter, fill,
-    host_memory, init_with, leave, new_event, pin, query, record, room, wait, warm,
+    ID_BYTES, NO_TIMING, NON_BLOCKING, NOT_READY, State, UniqueId, abort, always, begin_group, collect, copy, divide, drop_event, end_group, enter,
+    enter_nothing, fill, host_memory, init_with, leave, leave_nothing, new_event, pin, query, record, room, wait, warm,
 )
 
 from bpsx.errors import ConfigError, DeviceError
@@ -123,16 +123,22 @@ cdef class Gpu:
         self.table.divide, self.table.room = divide, room
         self.table.collect, self.table.begin_group, self.table.end_group, self.table.abort = collect, begin_group, end_group, abort
 
-    def _check(self, what: str, int rc):
+    cdef int _enter(self) except -1:
+        """The GPU's context becomes the thread's; what `leave` has to have."""
+        cdef int token = enter(&self.state)
+        if token < 0:
+            raise DeviceError(self.failure)
+        return token
+
+    cdef int _check(self, str what, int rc) except -1:
         cdef const char *text = NULL
         if rc:
             self.state.driver.error_string(rc, &text)
             raise DeviceError(f"{what}: CUDA error {rc}: {text.decode() if text != NULL else 'unknown'}")
+        return 0
 
     def __enter__(self):
-        cdef int token = enter(&self.state)
-        if token < 0:
-            raise DeviceError(self.failure)
+        token = self._enter()
         if not hasattr(self.local, "tokens"):
             self.local.tokens = []
         self.local.tokens.append(token)
@@ -155,13 +161,15 @@ cdef class Gpu:
     def record_input(self, uintptr_t event, uintptr_t stream, str what) -> None:
         """As :meth:`record`, of the stream that makes an input called ``what``. Raises :class:`~bpsx.errors.ConfigError` if that is being captured
         into a CUDA graph."""
-        cdef int capturing = 0
-        with self:
-            self._check("cuStreamIsCapturing", self.state.driver.stream_capturing(<void *>stream, &capturing))
-            if capturing:
-                raise ConfigError(f"{what!r}: its stream is being captured into a CUDA graph, which cannot hold an exchange with other processes: "
-                                  "call it outside the capture")
-            self._check("cuEventRecord", self.state.driver.event_record(<void *>event, <void *>stream))
+        cdef int capturing = 0, token = self._enter()
+        cdef int rc = self.state.driver.stream_capturing(<void *>stream, &capturing)
+        if rc == 0 and not capturing:
+            rc = self.state.driver.event_record(<void *>event, <void *>stream)
+        leave(&self.state, token)
+        self._check("cuEventRecord", rc)
+        if capturing:
+            raise ConfigError(f"{what!r}: its stream is being captured into a CUDA graph, which cannot hold an exchange with other processes: "
+                              "call it outside the capture")
 
     def event(self) -> int:
         """An event that nobody else has; :meth:`give` takes it back."""
@@ -178,13 +186,15 @@ cdef class Gpu:
 
     def record(self, uintptr_t event, uintptr_t stream) -> None:
         """The event comes when all that ``stream`` has queued so far is over."""
-        with self:
-            self._check("cuEventRecord", self.state.driver.event_record(<void *>event, <void *>stream))
+        cdef int token = self._enter(), rc = self.state.driver.event_record(<void *>event, <void *>stream)
+        leave(&self.state, token)
+        self._check("cuEventRecord", rc)
 
     def wait(self, uintptr_t stream, uintptr_t event) -> None:
         """What ``stream`` queues from now on comes after the event. The caller does not wait."""
-        with self:
-            self._check("cuStreamWaitEvent", self.state.driver.stream_wait(<void *>stream, <void *>event, 0))
+        cdef int token = self._enter(), rc = self.state.driver.stream_wait(<void *>stream, <void *>event, 0)
+        leave(&self.state, token)
+        self._check("cuStreamWaitEvent", rc)
 
     @property
     def aside(self) -> int:
@@ -201,11 +211,12 @@ cdef class Gpu:
 
     def come(self, uintptr_t event) -> bool:
         """Whether an event has come. True too where nobody can tell any more."""
-        cdef int rc = 0
+        cdef int token, rc
         if not self.usable:
             return True
-        with self:
-            rc = self.state.driver.event_query(<void *>event)
+        token = self._enter()
+        rc = self.state.driver.event_query(<void *>event)
+        leave(&self.state, token)
         return rc != NOT_READY
 
     @property
@@ -336,6 +347,7 @@ cdef class Gpu:
             for i in range(self.state.n_rooms):
                 self.state.driver.free(self.state.rooms[i])
         self.spare, self.owned = [], []
+        self.table.enter, self.table.leave, self.table.query = enter_nothing, leave_nothing, always
         self.state.driver.release(self.device)
         self.device = -1
 
