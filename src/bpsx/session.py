@@ -171,6 +171,7 @@ class Session:
             for name, generation in message["tensors"]:
                 self._fail_tensor(name, generation, message["status"], message["text"])
         elif kind in ("ALL_JOINED", "UNJOINED"):
+            self._near.rest(kind == "UNJOINED", self._core.look)
             self._joining.hear(message)
         elif kind == "WARN":
             log.warning("%s", message["text"])
@@ -342,6 +343,7 @@ class Session:
         """See :func:`bpsx.join`."""
         if self._link is None:
             return self.rank
+        self._near.rest(True, self._core.look)
         last = self._joining.run(self._unfinished, self._core.settle, self._link.send)
         if last < 0:
             self.barrier()      # raises what has ended the job
@@ -361,6 +363,8 @@ class Session:
             raise errors.ConfigError(f"{name!r}: ef='corrected' needs the learning rate of each push_pull, a number from 0, not {rate!r}")
         if not broadcast and self.compressing.any:
             source, owner = self.compressing.with_momentum(name, dtype, nbytes, codec, source, owner, on is not None)
+        if divisor > 1 and not broadcast and self._near.machine is not None:
+            self._near.check_average(name, dtype, divisor, on is not None)
         gpu, streams = on or (None, None)
         declared = self._tensors.get(name)
         if declared is not None and declared.tensor is not None and declared.shape == shape and declared.dtype == dtype \
@@ -370,8 +374,6 @@ class Session:
         self._check_new(name, nbytes)
         if codec is not None:
             self.compressing.check(name, dtype, nbytes, codec)
-        if not broadcast:
-            self._near.check_average(name, dtype, divisor, on is not None)
         handle = self._core.prepare(name, nbytes, source, target, divisor=divisor, broadcast=broadcast, asynchronous=asynchronous,
                                     priority=priority, rate=rate, owner=owner, result=result, gpu=gpu, streams=streams)
         if self._link is None:
@@ -395,7 +397,7 @@ class Session:
         """Find what a name means when it is not what it meant last, or declare it. The lock is held."""
         assert self._link is not None
         if self._closed or self._core.failed:
-            self._core.end(handle, *((-6, "bpsx was shut down") if self._closed else (-1, self._core.failed)))
+            self._core.end(handle, *((-6, "bpsx was shut down") if self._closed else (self._core.status, self._core.failed)))
             return
         last = self._tensors.get(name)
         declared = self._shapes.get((name, shape, dtype, codec))

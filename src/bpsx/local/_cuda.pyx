@@ -39,7 +39,6 @@ cdef enum:
     TEXT = 512
     NOT_READY = 600             # CUDA_ERROR_NOT_READY
     RELAXED = 2                 # CU_STREAM_CAPTURE_MODE_RELAXED
-    ALREADY_PINNED = 712        # CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
     NO_TIMING = 2               # CU_EVENT_DISABLE_TIMING
     NON_BLOCKING = 1            # CU_STREAM_NON_BLOCKING
     PORTABLE = 1                # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTALLOC_PORTABLE
@@ -87,6 +86,7 @@ cdef struct Driver:             # libcuda.so.1
     int (*host_alloc)(void **, size_t, unsigned int) noexcept nogil
     int (*host_free)(void *) noexcept nogil
     int (*host_register)(void *, size_t, unsigned int) noexcept nogil
+    int (*host_unregister)(void *) noexcept nogil
     int (*pointer)(void *, int, uintptr_t) noexcept nogil
 
 cdef struct Nccl:               # libnccl.so.2
@@ -110,8 +110,10 @@ cdef struct State:
     Nccl nccl
     void *context
     void *comm                  # the communicator
-    void *slabs[MOST_SLABS]     # pinned memory
+    void *slabs[MOST_SLABS]     # pinned memory of our own,
     int n_slabs
+    void *shared[MOST_SLABS]    # ... and of the segment of the machine's root
+    int n_shared
     int64_t failing             # somebody writes `failure`, or has
     char failure[TEXT]
 
@@ -197,8 +199,12 @@ cdef void drop_event(void *self, void *event) noexcept nogil:
 
 cdef int pin(void *self, void *at, uint64_t nbytes) noexcept nogil:
     cdef State *s = <State *>self
-    cdef int rc = s.driver.host_register(at, nbytes, PORTABLE)
-    return 0 if rc == ALREADY_PINNED else failed(s, b"cuMemHostRegister", rc)
+    # Had a former session left the address registered, copies would go to its pages: so that is an error, too.
+    cdef int rc = failed(s, b"cuMemHostRegister", s.driver.host_register(at, nbytes, PORTABLE))
+    if rc == 0 and s.n_shared < MOST_SLABS:
+        s.shared[s.n_shared] = at
+        s.n_shared += 1
+    return rc
 
 
 cdef void *host_memory(void *self, uint64_t nbytes) noexcept nogil:
@@ -237,6 +243,10 @@ cdef int begin_group(void *self) noexcept nogil:
 cdef int end_group(void *self) noexcept nogil:
     cdef State *s = <State *>self
     return nccl_failed(s, b"ncclGroupEnd", s.nccl.group_end())
+
+
+cdef bint broken(void *self) noexcept nogil:
+    return atomic_load(&(<State *>self).failing) != 0
 
 
 cdef void abort(void *self) noexcept nogil:
@@ -297,7 +307,7 @@ _DRIVER = [
     b"cuDevicePrimaryCtxRelease_v2", b"cuCtxPushCurrent_v2", b"cuCtxPopCurrent_v2", b"cuThreadExchangeStreamCaptureMode", b"cuStreamCreateWithPriority", b"cuStreamDestroy_v2",
     b"cuStreamSynchronize", b"cuStreamIsCapturing", b"cuStreamWaitEvent", b"cuEventCreate", b"cuEventDestroy_v2", b"cuEventRecord", b"cuEventQuery",
     b"cuMemcpyAsync", b"cuMemsetD8Async", b"cuMemAlloc_v2", b"cuMemFree_v2",
-    b"cuMemHostAlloc", b"cuMemFreeHost", b"cuMemHostRegister_v2", b"cuPointerGetAttribute",
+    b"cuMemHostAlloc", b"cuMemFreeHost", b"cuMemHostRegister_v2", b"cuMemHostUnregister", b"cuPointerGetAttribute",
 ]
 _NCCL = [
     b"ncclGetErrorString", b"ncclGetVersion", b"ncclGetUniqueId", b"ncclCommInitRank", b"ncclCommInitRankConfig",
@@ -355,7 +365,8 @@ cdef class Gpu:
         self.table.copy, self.table.fill = copy, fill
         self.table.record, self.table.wait, self.table.query = record, wait, query
         self.table.new_event, self.table.drop_event, self.table.pin, self.table.host_memory = new_event, drop_event, pin, host_memory
-        self.table.collect, self.table.begin_group, self.table.end_group, self.table.abort = collect, begin_group, end_group, abort
+        self.table.collect, self.table.begin_group, self.table.end_group = collect, begin_group, end_group
+        self.table.broken, self.table.abort = broken, abort
 
     def _check(self, what: str, int rc):
         cdef const char *text = NULL
@@ -512,6 +523,8 @@ cdef class Gpu:
                 self.state.driver.event_drop(self.table.fence)
             for i in range(self.state.n_slabs):
                 self.state.driver.host_free(self.state.slabs[i])
+            for i in range(self.state.n_shared):
+                self.state.driver.host_unregister(self.state.shared[i])
             if self.table.zeros != NULL:
                 self.state.driver.free(<uintptr_t>self.table.zeros)
         self.spare = []
