@@ -48,6 +48,9 @@ class Core:
     def failed(self) -> str:
         """Why the core has failed, or an empty string."""
     @property
+    def status(self) -> int:
+        """The status that everything ends with since the core has failed, or 0."""
+    @property
     def outstanding(self) -> int:
         """push_pulls under way."""
     def cut_off(self) -> list[str]:

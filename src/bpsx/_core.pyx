@@ -3,6 +3,7 @@
 
 :class:`Core` runs the state machine of all partitions over one transport endpoint; :class:`Handle` is one push_pull under way. The work is done in ``core/*.pxd`` without the GIL; this file only hands over.
 """
+import contextlib
 import threading
 
 cimport cython
@@ -21,10 +22,11 @@ from bpsx.core.machine cimport Machine as CMachine
 from bpsx.core.loop cimport background, codec_thread, give_back_coded, kick, submit, wait_for
 from bpsx.core.parts cimport queue_kernels
 from bpsx.core.partition cimport Lane, Partition, Task
+from bpsx.core.places cimport free_places
 from bpsx.core.pool cimport pool_free, pool_new, pool_next, pool_stop
 from bpsx.core.reaping cimport take_reaped, unreaped
 from bpsx.core.report cimport counters_of, gauges_of
-from bpsx.core.state cimport USER_STREAMS, Core as CCore
+from bpsx.core.state cimport Core as CCore
 from bpsx.core.status cimport DONE, E_DEVICE, E_SHUTDOWN, PENDING
 from bpsx.core.telling cimport tell_failed, tell_failing, tell_known, tell_news
 from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock, wait_until
@@ -61,8 +63,9 @@ cdef class Handle:
     def __dealloc__(self):
         self._release_buffers()
         if self.gpu is not None:
-            self.gpu.give(<uintptr_t>self.task.ready)
-            self.gpu.give(<uintptr_t>self.task.over)
+            for event in (<uintptr_t>self.task.ready, <uintptr_t>self.task.over):
+                if event:
+                    self.gpu.give(event)
 
     cdef void _release_buffers(self):
         if self.has_in:
@@ -165,6 +168,8 @@ cdef class Core:
     def open_gpu(self, gpu not None, uint32_t group=1) -> None:
         """Let the core use a :class:`bpsx.local._cuda.Gpu`, before the first tensor on it. ``group``: collectives that go together at most."""
         self.gpu = gpu
+        for tensor in list(self.tensors):
+            self._put_on(tensor, gpu)
         prepare_gpu(&self.c, <Device *>PyCapsule_GetPointer(gpu.abi(), b"bpsx.Device"), group)
 
     def greet(self, deadline_s: float, addresses=(), bytes secret=b"") -> list:
@@ -266,23 +271,35 @@ cdef class Core:
         handle.task.handle = <void *>handle
         if on is not None:
             gpu, streams, made_on = on
-            handle.task.ready, handle.task.over = <void *><uintptr_t>gpu.event(), <void *><uintptr_t>gpu.event()
             handle.gpu, handle.streams, handle.task.on_gpu = gpu, streams, True
-            stream = streams() if made_on is None else made_on
-            gpu.record_input(<uintptr_t>handle.task.ready, stream, name)
-            handle.task.stream = stream // 64 % USER_STREAMS
+            handle.task.stream = streams() if made_on is None else made_on
+            handle.task.ready = <void *><uintptr_t>gpu.event()
+            handle.task.over = <void *><uintptr_t>gpu.event()
+            self.c.recorded += 1
+            handle.task.recorded = self.c.recorded
+            gpu.record_input(<uintptr_t>handle.task.ready, handle.task.stream, name)
         return handle
 
     def release(self, Handle handle not None, Tensor tensor not None, bint will_wait=False) -> None:
         """Hand a prepared handle to the driver."""
-        if handle.gpu is not None:
-            tensor.put_on(handle.gpu)
+        if handle.gpu is not None and not self._put_on(tensor, handle.gpu):
+            self.end(handle, E_DEVICE, self.failed)
+            return
         handle.tensor = tensor
         handle.task.tensor = &tensor.c
         self.tensors.add(tensor)        # the core refers to it for the rest of its life
         Py_INCREF(handle)
         with nogil:
             submit(&self.c, &handle.task, will_wait)
+
+    cdef bint _put_on(self, Tensor tensor, gpu) except -1:
+        """False if that has failed, and everything with it: this may be any thread."""
+        try:
+            tensor.put_on(gpu)
+        except (errors.DeviceError, MemoryError) as e:
+            self.fail(E_DEVICE, str(e))
+            return False
+        return True
 
     def copy_through(self, Handle handle not None, uint64_t nbytes) -> None:
         """What a push_pull is with a single worker: input to output, done."""
@@ -332,9 +349,16 @@ cdef class Core:
         from_gpu = self.gpu.failure if self.gpu is not None and self.c.failed == E_DEVICE else ""
         return self.failure or from_gpu or errors.explain(<int>self.c.failed, "", 0, 0)
 
+    @property
+    def status(self) -> int:
+        """The status that everything ends with since the core has failed, or 0."""
+        return <int>self.c.failed
+
     def know(self, Tensor tensor not None) -> None:
         """Learn of a tensor that the machine's other processes push, without pushing it."""
         self.tensors.add(tensor)
+        if self.gpu is not None:
+            self._put_on(tensor, self.gpu)
         tell_known(&self.c, &tensor.c)
 
     @property
@@ -414,6 +438,11 @@ cdef class Core:
             pool_stop(self.c.pool)
             for worker in self.workers:
                 worker.join()
+        if self.gpu is not None and self.gpu.usable:
+            with contextlib.suppress(errors.DeviceError), self.gpu:     # its context may outlive this session
+                free_places(&self.c.gpu.places, self.c.device)
+                for tensor in self.tensors:
+                    (<Tensor>tensor).take_off()
 
     def settle(self, seconds: float) -> None:
         """Let what is outstanding go on for a moment, whoever drives."""

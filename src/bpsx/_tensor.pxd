@@ -16,3 +16,4 @@ cdef class Tensor:
     cdef str failure            # why every push_pull of it fails, if it does
 
     cdef put_on(self, gpu)
+    cdef take_off(self)

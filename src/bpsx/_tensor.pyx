@@ -11,6 +11,7 @@ from bpsx.core.parts cimport free_parts, give_gpu, make_parts, take_coders, take
 from bpsx.core.stage cimport COPYH2D
 from bpsx.core.status cimport DONE
 
+from bpsx.errors import DeviceError
 
 cdef Device *device_of(gpu):
     """The table of a :class:`bpsx.local._cuda.Gpu`."""
@@ -45,17 +46,23 @@ cdef class Tensor:
         self.nbytes = make_parts(&self.c, parts, self.made)
 
     def __dealloc__(self):
-        if self.gpu is not None and self.gpu.usable:
-            with self.gpu:
-                take_gpu(&self.c, device_of(self.gpu))
         free_parts(&self.c)
 
     cdef put_on(self, gpu):
-        """Before its first push_pull on a GPU. Idempotent. Raises :class:`MemoryError`."""
+        """Before its first push_pull on a GPU. Idempotent. Raises :class:`MemoryError`, :class:`~bpsx.errors.DeviceError`."""
         if self.gpu is None:
-            with gpu:
-                give_gpu(&self.c, device_of(gpu))
             self.gpu = gpu
+            with gpu:
+                try:
+                    give_gpu(&self.c, device_of(gpu))
+                except MemoryError:
+                    raise DeviceError(gpu.failure) if gpu.failure else MemoryError from None
+
+    cdef take_off(self):
+        """When nobody drives any more. In the GPU's context."""
+        if self.gpu is not None:
+            take_gpu(&self.c, device_of(self.gpu))
+            self.gpu = None
 
     def code_on(self, gpu, list coders) -> None:
         """Have it compressed on the GPU from now on, by a :class:`bpsx.coding.Coder` for each partition. Before its first push_pull there."""

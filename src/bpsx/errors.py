@@ -111,4 +111,4 @@ def explain(status: int, name: str, rank_a: int, rank_b: int, codec: str = "") -
                 "(whose batches run out earlier calls join(): docs/uneven-and-elastic.md)")
     if kind is JoinedError:
         return f"tensor {name!r}: its root, worker {rank_a}, has called join() and broadcasts nothing until all workers have"
-    return f"tensor {name!r}: {text}"
+    return f"tensor {name!r}: {text}" if name else text

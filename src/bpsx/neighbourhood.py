@@ -75,6 +75,12 @@ class Neighbourhood:
         (machine.left if kind == "LEFT" else machine.joined)(local_rank)
         return True
 
+    def rest(self, on: bool, look: Callable[[], None]) -> None:
+        """This process joins, or is back. A root hears so from the scheduler, in order with what it hears of the others. ``look``: the core's."""
+        if self.machine is not None and self.place in (Place.MEMBER, Place.ONLY_MEMBER):
+            self.machine.rest(on)
+            look()
+
     def close(self) -> None:
         """After the core has been closed. Idempotent."""
         if self.machine is not None:

@@ -172,6 +172,7 @@ class Session:
             for name, generation in message["tensors"]:
                 self._fail_tensor(name, generation, message["status"], message["text"])
         elif kind in ("ALL_JOINED", "UNJOINED"):
+            self._near.rest(kind == "UNJOINED", self._core.look)
             self._joining.hear(message)
         elif kind == "WARN":
             log.warning("%s", message["text"])
@@ -242,7 +243,6 @@ class Session:
 
     def _gpu_failed(self, text: str) -> None:
         """The machine's GPUs have not come together (thread bpsx-nccl): what needs them fails, here and, when we leave, elsewhere."""
-        log.error("%s", text)
         self._core.fail(-13, text)
         self._end_pending(-13, text)
 
@@ -345,6 +345,7 @@ class Session:
         """See :func:`bpsx.join`."""
         if self._link is None:
             return self.rank
+        self._near.rest(True, self._core.look)
         last = self._joining.run(self._unfinished, self._core.settle, self._link.send)
         if last < 0:
             self.barrier()      # raises what has ended the job
@@ -396,7 +397,7 @@ class Session:
         """Find what a name means when it is not what it meant last, or declare it. The lock is held."""
         assert self._link is not None
         if self._closed or self._core.failed:
-            self._core.end(handle, *((-6, "bpsx was shut down") if self._closed else (-1, self._core.failed)))
+            self._core.end(handle, *((-6, "bpsx was shut down") if self._closed else (self._core.status, self._core.failed)))
             return
         last = self._tensors.get(name)
         declared = self._shapes.get((name, shape, dtype, codec))

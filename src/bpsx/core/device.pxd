@@ -40,6 +40,7 @@ cdef struct Device:
     int (*room)(Device *d, uint64_t nbytes) noexcept nogil                  # have so many `zeros`, and as much `waste`
     int (*begin_group)(void *self) noexcept nogil
     int (*end_group)(void *self) noexcept nogil
+    bint (*broken)(void *self) noexcept nogil           # a function has failed; there is a text about it
     void (*abort)(void *self) noexcept nogil            # what waits on the GPU for another process ends
     void *streams[N_STREAMS]
     void *fence                 # an event of the driver's

@@ -13,7 +13,7 @@ from bpsx.core.places cimport free_places, take_place
 from bpsx.core.post cimport IS_COPIED, IS_LOADED, Post
 from bpsx.core.pool cimport pool_give, pool_take
 from bpsx.core.queue cimport heap_pop
-from bpsx.core.stage cimport COMPRESS, COPYD2H, COPYH2D, DECOMPRESS, advance, begin, fail_partition, give_up
+from bpsx.core.stage cimport COMPRESS, COPYD2H, COPYH2D, DECOMPRESS, advance, begin, fail_partition, give_up, watch_no_more
 from bpsx.core.state cimport USER_STREAMS, Core
 from bpsx.core.status cimport DONE, E_DEVICE, E_MEMORY, E_PROTOCOL
 
@@ -85,7 +85,7 @@ cdef inline bint find_place(Core *c, Partition *p) noexcept nogil:
         nbytes = max(nbytes, words_at(p) + WORDS)
     g.place = take_place(&c.gpu.places, c.device, c.machine, nbytes)
     if g.place == NULL:
-        give_up(c, E_MEMORY)
+        give_up(c, E_DEVICE if c.device.broken(c.device.self) else E_MEMORY)
         return False
     g.host = g.place.host
     return True
@@ -257,21 +257,29 @@ cdef inline void copy_up(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline int look_at_user(Core *c) noexcept nogil:
-    """Begin tasks whose input the GPU has made. Returns how many."""
+    """Begin tasks whose input the GPU has made. Of those of one stream only the oldest is asked for. Returns how many."""
     cdef Task *task
+    cdef Task *following
+    cdef Task *waits                        # the last that has not been made yet
     cdef int i, rc, n = 0
     for i in range(USER_STREAMS):
-        while c.gpu.unseen[i].first != NULL and not c.failed:
-            task = c.gpu.unseen[i].first
-            rc = c.device.query(c.device.self, task.ready)
+        task = c.gpu.unseen[i].first
+        waits = NULL
+        while task != NULL and not c.failed:
+            following = task.next_unseen
+            rc = 0
+            if waits == NULL or waits.stream != task.stream:
+                rc = c.device.query(c.device.self, task.ready)
             if rc == 0:
-                break
-            n += 1
-            c.gpu.unseen[i].first = task.next_unseen
-            if rc < 0:
+                waits = task
+            elif rc < 0:
                 give_up(c, E_DEVICE)
             else:
+                n += 1
+                watch_no_more(c, task)
                 begin(c, task)
+                following = c.gpu.unseen[i].first if waits == NULL else waits.next_unseen       # that may have started others
+            task = following
     return n
 
 

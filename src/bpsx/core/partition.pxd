@@ -122,9 +122,10 @@ cdef struct Task:
     bint on_gpu                 # input and output are there, and then:
     void *ready                 # the event after which the input is there and the output may be written to,
     void *over                  # ... and the one after which neither is in use any more. With DONE it has been recorded, not yet come.
-    uint32_t stream             # a number for the user's stream on which `ready` was recorded
+    uint64_t stream             # the user's, on which `ready` was recorded,
+    uint64_t recorded           # ... as the how many-th of all
     bint followed               # NCCL's stream waits for `ready`
-    Task *next_unseen           # whose `ready` was recorded later
+    Task *next_unseen           # whose `ready` was recorded later, perhaps on another stream
     bint keeps                  # about what servers keep of a compressed tensor: input and output are that, partition by partition
     int32_t priority
     double rate                 # the learning rate, where compression asks for it

@@ -88,6 +88,7 @@ cdef inline void stand_in(Core *c, Tensor *tensor, const Post *post) noexcept no
     task.tensor = tensor
     task.divisor = post.divisor
     task.broadcast = (post.flags & IS_BROADCAST) != 0
+    task.on_gpu = post.flags & ON_GPU and c.device != NULL and tensor.parts[0].gpu != NULL
     task.submitted_ns = now_ns()
     lock(&c.monitor)
     if c.outstanding == 0:

@@ -12,7 +12,7 @@ from bpsx.core.places cimport give_place
 from bpsx.core.pool cimport Pool, pool_forget, pool_give, pool_take
 from bpsx.core.post cimport HAS_BODY, IS_BROADCAST, IS_SHARE, ON_GPU
 from bpsx.core.queue cimport heap_push
-from bpsx.core.state cimport Core, Unseen
+from bpsx.core.state cimport USER_STREAMS, Core, Unseen
 from bpsx.core.status cimport DONE, E_DEVICE, E_LEFT, E_MEMORY, E_PROTOCOL
 from bpsx.core.sync cimport atomic_store, lock, notify_all, now_ns, unlock
 from bpsx.core.watch cimport watched
@@ -329,19 +329,22 @@ cdef inline void span_parts(Core *c, Tensor *tensor) noexcept nogil:
 
 
 cdef inline void watch_for(Core *c, Task *task) noexcept nogil:
-    """Its partitions begin when the GPU has made them. Of tasks of one stream only the oldest is asked for."""
-    cdef Unseen *line = &c.gpu.unseen[task.stream]
-    task.next_unseen = NULL
-    if line.first == NULL:
-        line.first = task
-    else:
-        line.last.next_unseen = task
-    line.last = task
+    """Its partitions begin when the GPU has made them. Later rounds of a tensor start when they can: its place in the line is by its record."""
+    cdef Unseen *line = &c.gpu.unseen[task.stream // 64 % USER_STREAMS]
+    cdef Task **at = &line.first
+    if line.first != NULL and line.last.recorded < task.recorded:
+        at = &line.last.next_unseen
+    while at[0] != NULL and at[0].recorded < task.recorded:
+        at = &at[0].next_unseen
+    task.next_unseen = at[0]
+    at[0] = task
+    if task.next_unseen == NULL:
+        line.last = task
 
 
 cdef inline void watch_no_more(Core *c, Task *task) noexcept nogil:
     """The task is about to end, and may be gone then."""
-    cdef Unseen *line = &c.gpu.unseen[task.stream]
+    cdef Unseen *line = &c.gpu.unseen[task.stream // 64 % USER_STREAMS]
     cdef Task *before = NULL
     cdef Task *found = line.first
     while found != NULL and found != task:

@@ -12,13 +12,13 @@ from bpsx.core.watch cimport Watch
 from bpsx.transports.abi cimport Endpoint
 
 cdef enum:
-    USER_STREAMS = 16           # told apart; more of them share numbers
+    USER_STREAMS = 16           # lines in which their tasks wait; streams may share one
 
 cdef struct Awaited:            # partitions, in the order in which their events come
     Partition *first
     Partition *last
 
-cdef struct Unseen:             # tasks whose input the GPU has yet to make, in the order in which it will
+cdef struct Unseen:             # tasks whose input the GPU has yet to make, in the order in which they were asked for
     Task *first
     Task *last
 
@@ -81,6 +81,7 @@ cdef struct Core:
     Tensor *tensors
     Gpu gpu
     bint swept                  # everything has been failed with `failed`
+    uint64_t recorded           # events on users' streams; with the GIL
     bint unsent                 # neighbours on this machine have not room for what we have to tell them
     Counters counters
     bint telemetry              # count what came home

@@ -318,6 +318,7 @@ cdef inline void take_part(Core *c, Partition *p, const Post *order) noexcept no
     cdef Machine *m = c.machine
     cdef OnGpu *g = p.gpu
     cdef Task *task = p.tensor.current
+    cdef int status
     if m.me != m.root:
         advance(c, p)                           # out of COORDINATE_...
     if not order.flags & GATHERS and not m.alone:
@@ -328,9 +329,11 @@ cdef inline void take_part(Core *c, Partition *p, const Post *order) noexcept no
             g.begin = 0
             g.length = g.span if order.owner == m.me else 0
             g.data = task.input + p.offset
-        if m.me != m.root and not reach(c, p, order):
-            give_up(c, E_PROTOCOL)
-            return
+        if m.me != m.root:
+            status = reach(c, p, order)
+            if status != 0:
+                give_up(c, status)
+                return
         if m.me == m.root and (order.owner != NOBODY or not order.flags & IS_BROADCAST):
             p.source = g.host                   # there will be something, whoever copies it
     if mark(c, p, BETWEEN) != 0:
@@ -341,18 +344,18 @@ cdef inline void take_part(Core *c, Partition *p, const Post *order) noexcept no
         advance(c, p)
 
 
-cdef inline bint reach(Core *c, Partition *p, const Post *post) noexcept nogil:
-    """Let our copy engines reach a place in the root's segment. False if it cannot be one."""
+cdef inline int reach(Core *c, Partition *p, const Post *post) noexcept nogil:
+    """Let our copy engines reach a place in the root's segment. 0, or a status: it cannot be one, or they cannot."""
     cdef Machine *m = c.machine
     cdef char *slab = memory_at(m, m.root, post.slab, post.slab_bytes)
     if slab == NULL or post.slab % SLAB or post.offset < post.slab or post.offset - post.slab + p.gpu.span * m.n_groups > post.slab_bytes:
-        return False
+        return E_PROTOCOL
     if not m.pinned[post.slab // SLAB]:
         if c.device.pin(c.device.self, slab, post.slab_bytes) != 0:
-            return False
+            return E_DEVICE
         m.pinned[post.slab // SLAB] = 1
     p.gpu.host = slab + (post.offset - post.slab)
-    return True
+    return 0
 
 
 cdef inline void carry_out(Core *c, uint32_t n) noexcept nogil:
@@ -412,7 +415,7 @@ cdef inline int take_word(Core *c, const Post *post) noexcept nogil:
 
 cdef inline int take_gpu_result(Core *c, Partition *p, const Post *post) noexcept nogil:
     """Elsewhere: the result is on the host, or the round has failed. 0, or -1 if it makes no sense."""
-    cdef int stage = p.tensor.stages[p.stage]
+    cdef int stage = p.tensor.stages[p.stage], status
     if post.status < 0:
         if stage == COORDINATE_REDUCE or stage == COORDINATE_PUSH or stage == COORDINATE_BROADCAST:
             fail_partition(c, p, post.status, post.detail_a, post.detail_b)
@@ -421,8 +424,14 @@ cdef inline int take_gpu_result(Core *c, Partition *p, const Post *post) noexcep
             p.gpu.doom_a = post.detail_a
             p.gpu.doom_b = post.detail_b
         return 0
-    if stage == COORDINATE_REDUCE or not reach(c, p, post):
+    if stage == COORDINATE_REDUCE:
         return -1
+    status = reach(c, p, post)
+    if status == E_PROTOCOL:
+        return -1
+    if status != 0:
+        give_up(c, status)
+        return 0
     p.gpu.owner = post.group_owner
     p.gpu.answered = True
     if stage == COORDINATE_PUSH:

@@ -15,7 +15,7 @@ from libc.string cimport memcpy, memset
 from bpsx.core.device cimport DOWN, N_STREAMS, Device
 from bpsx.core.sync cimport atomic_store
 from bpsx.local.cuda cimport (
-    ID_BYTES, NO_TIMING, NON_BLOCKING, NOT_READY, State, UniqueId, abort, always, begin_group, collect, copy, divide, drop_event, end_group, enter,
+    ID_BYTES, NO_TIMING, NON_BLOCKING, NOT_READY, State, UniqueId, abort, always, begin_group, broken, collect, copy, divide, drop_event, end_group, enter,
     enter_nothing, fill, host_memory, init_with, leave, leave_nothing, new_event, pin, query, record, room, wait, warm,
 )
 
@@ -59,7 +59,7 @@ _DRIVER = [
     b"cuDevicePrimaryCtxRelease_v2", b"cuCtxPushCurrent_v2", b"cuCtxPopCurrent_v2", b"cuThreadExchangeStreamCaptureMode",
     b"cuStreamCreateWithPriority", b"cuStreamDestroy_v2", b"cuStreamSynchronize", b"cuStreamIsCapturing", b"cuStreamWaitEvent", b"cuEventCreate", b"cuEventDestroy_v2", b"cuEventRecord", b"cuEventQuery",
     b"cuMemcpyAsync", b"cuMemsetD8Async", b"cuMemAlloc_v2", b"cuMemFree_v2",
-    b"cuMemHostAlloc", b"cuMemFreeHost", b"cuMemHostRegister_v2", b"cuPointerGetAttribute",
+    b"cuMemHostAlloc", b"cuMemFreeHost", b"cuMemHostRegister_v2", b"cuMemHostUnregister", b"cuPointerGetAttribute",
     b"cuLaunchKernel",
 ]
 _NCCL = [
@@ -121,7 +121,8 @@ cdef class Gpu:
         self.table.record, self.table.wait, self.table.query = record, wait, query
         self.table.new_event, self.table.drop_event, self.table.pin, self.table.host_memory = new_event, drop_event, pin, host_memory
         self.table.divide, self.table.room = divide, room
-        self.table.collect, self.table.begin_group, self.table.end_group, self.table.abort = collect, begin_group, end_group, abort
+        self.table.collect, self.table.begin_group, self.table.end_group = collect, begin_group, end_group
+        self.table.broken, self.table.abort = broken, abort
 
     cdef int _enter(self) except -1:
         """The GPU's context becomes the thread's; what `leave` has to have."""
@@ -342,6 +343,8 @@ cdef class Gpu:
                 self.state.driver.event_drop(self.table.fence)
             for i in range(self.state.n_slabs):
                 self.state.driver.host_free(self.state.slabs[i])
+            for i in range(self.state.n_shared):
+                self.state.driver.host_unregister(self.state.shared[i])
             for at in self.owned:
                 self.state.driver.free(<uintptr_t>at)
             for i in range(self.state.n_rooms):

@@ -21,6 +21,8 @@ class Machine:
         """A neighbour has left the job in good order. Any thread."""
     def joined(self, local_rank: int) -> None:
         """A process has called join(): rounds close without it. Any thread."""
+    def rest(self, on: bool) -> None:
+        """This process has called join(), or is back."""
     def all_joined(self) -> None:
         """Everybody is back. Any thread."""
     def put_notice(self, text: bytes) -> None:

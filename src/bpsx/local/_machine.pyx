@@ -139,6 +139,10 @@ cdef class Machine:
             atomic_store(&self.c.all[local_rank].joined, 1)
             atomic_store(&self.c.joined_news, 1)
 
+    def rest(self, bint on) -> None:
+        """This process has called join(), or is back: meanwhile it works for the others if they need its GPU. The core has to be woken. Any thread."""
+        atomic_store(&self.c.all[self.c.me].joined, on)
+
     def all_joined(self) -> None:
         """Everybody is back: what is posted after this call meets no mark of :meth:`joined`. Any thread."""
         cdef uint32_t i

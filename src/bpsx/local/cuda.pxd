@@ -22,7 +22,6 @@ cdef enum:
     TEXT = 512
     NOT_READY = 600             # CUDA_ERROR_NOT_READY
     RELAXED = 2                 # CU_STREAM_CAPTURE_MODE_RELAXED
-    ALREADY_PINNED = 712        # CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
     NO_TIMING = 2               # CU_EVENT_DISABLE_TIMING
     NON_BLOCKING = 1            # CU_STREAM_NON_BLOCKING
     PORTABLE = 1                # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTALLOC_PORTABLE
@@ -70,6 +69,7 @@ cdef struct Driver:             # libcuda.so.1
     int (*host_alloc)(void **, size_t, unsigned int) noexcept nogil
     int (*host_free)(void *) noexcept nogil
     int (*host_register)(void *, size_t, unsigned int) noexcept nogil
+    int (*host_unregister)(void *) noexcept nogil
     int (*pointer)(void *, int, uintptr_t) noexcept nogil
     int (*launch)(void *, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, unsigned int, void *, void **,
                   void **) noexcept nogil
@@ -95,8 +95,10 @@ cdef struct State:
     Nccl nccl
     void *context
     void *comm                  # the communicator
-    void *slabs[MOST_SLABS]     # pinned memory
+    void *slabs[MOST_SLABS]     # pinned memory of our own,
     int n_slabs
+    void *shared[MOST_SLABS]    # ... and of the segment of the machine's root
+    int n_shared
     uintptr_t rooms[MOST_ROOMS] # memory on the GPU
     int n_rooms
     void *dividers[9]           # kernels, by our codes of element types
@@ -195,8 +197,12 @@ cdef inline void drop_event(void *self, void *event) noexcept nogil:
 
 cdef inline int pin(void *self, void *at, uint64_t nbytes) noexcept nogil:
     cdef State *s = <State *>self
-    cdef int rc = s.driver.host_register(at, nbytes, PORTABLE)
-    return 0 if rc == ALREADY_PINNED else failed(s, b"cuMemHostRegister", rc)
+    # Had a former session left the address registered, copies would go to its pages: so that is an error, too.
+    cdef int rc = failed(s, b"cuMemHostRegister", s.driver.host_register(at, nbytes, PORTABLE))
+    if rc == 0 and s.n_shared < MOST_SLABS:
+        s.shared[s.n_shared] = at
+        s.n_shared += 1
+    return rc
 
 
 cdef inline void *host_memory(void *self, uint64_t nbytes) noexcept nogil:
@@ -262,6 +268,10 @@ cdef inline int begin_group(void *self) noexcept nogil:
 cdef inline int end_group(void *self) noexcept nogil:
     cdef State *s = <State *>self
     return nccl_failed(s, b"ncclGroupEnd", s.nccl.group_end())
+
+
+cdef inline bint broken(void *self) noexcept nogil:
+    return atomic_load(&(<State *>self).failing) != 0
 
 
 cdef inline void abort(void *self) noexcept nogil:

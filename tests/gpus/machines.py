@@ -1,0 +1,36 @@
+"""Real jobs whose workers have pretend GPUs."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gpus.pretend import environment
+from jobs import Job
+
+PRELUDE = "from gpus.worker import *\n"
+
+
+def gpu_job(source: str, pretend: Path, machines: int = 1, processes: int = 1, servers: int = 0, *, env: Mapping[str, object] | None = None,
+            worker_env: Mapping[int, Mapping[str, object]] | None = None) -> Job:
+    """A job of ``machines`` x ``processes`` workers, each with a GPU of its own, which run ``source`` after the names of gpus.worker."""
+    paths = environment(pretend)
+    everybody = {name: paths[name] for name in ("LD_LIBRARY_PATH", "PYTHONPATH")} | {"BPSX_SPIN_US": "0"}
+    if servers and machines == 1:
+        everybody["BYTEPS_FORCE_DISTRIBUTED"] = "1"
+    everybody |= {name: str(value) for name, value in (env or {}).items()}
+    own: dict[int, dict[str, str]] = {i: {"PRETEND_FIRST_GPU": str(i % processes)} for i in range(machines * processes)}
+    for i, more in (worker_env or {}).items():
+        own[i] |= {k: str(v) for k, v in more.items()}
+    return Job(PRELUDE + textwrap.dedent(source), machines * processes, servers, env=everybody, worker_env=own, processes=processes)
+
+
+def gpu_run(source: str, pretend: Path, machines: int = 1, processes: int = 1, servers: int = 0, **more: Any) -> list[list[Any]]:
+    """Run such a job to its good end; what each worker reported."""
+    with gpu_job(source, pretend, machines, processes, servers, **more) as job:
+        if machines * processes == 1 and not servers:       # nobody but the worker has anything to do
+            assert job.workers[0].wait() == 0, job.workers[0].text()
+            return [job.workers[0].reports()]
+        return job.results()

@@ -1,0 +1,156 @@
+"""What comes after what: the user's streams wait for results, and results for what the user's streams have queued; no thread waits for either."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpus.machines import gpu_run
+
+SHAPES = pytest.mark.parametrize("shape", [(1, 1, 0), (2, 1, 1), (1, 2, 0), (1, 2, 1)], ids=lambda s: "{}x{}/{}".format(*s))
+
+# What a real script does: queue work, ask, queue more work, and look at the end.
+ORDER = """
+import threading, time
+bpsx.init()
+r, n = bpsx.rank(), bpsx.size()
+made, after, other = (PretendArray(np.zeros(50_000, np.float32), main) for _ in range(3))
+fresh = PretendArray(np.full(50_000, r + 1, np.float32), main)
+total = n * (n + 1) / 2
+push_pull("warm", made).wait(20)
+
+# The input is made on the held stream: nothing may be read before.
+with held(main):
+    cuda.copy(made.address, fresh.address, made.nbytes, main)
+    h = push_pull("x", made)
+    time.sleep(0.05)
+    assert not made._array.any()
+    assert n == bpsx.local_size() or not h.done()
+h.wait(20)
+cuda.copy(after.address, made.address, made.nbytes, main)
+cuda.sync(main)
+assert (after.get() == total).all(), after.get()[:3]
+
+# Another stream waits for the result.
+second = cuda.stream()
+made.set(np.full(50_000, r + 1, np.float32))
+view_on_second = push_pull("x", made, stream=second)
+view_on_second.wait(20)
+cuda.copy(other.address, made.address, made.nbytes, second)
+cuda.sync(second)
+assert (other._array == total).all()
+
+# Rounds that were asked for before the stream is held end though what comes later on it does not.
+made.set(np.full(50_000, 1, np.float32))
+rounds = [push_pull("x", made) for _ in range(3)]
+later = PretendArray(np.full(1000, 2, np.float32), main)
+with held(main):
+    cuda.copy(after.address, later.address, later.nbytes, main)
+    last = push_pull("later", later)
+    for h in rounds:
+        h.wait(20)
+last.wait(20)
+assert (made.get() == n ** 3).all() and (later.get() == 2 * n).all(), (made.get()[:3], later.get()[:3])
+report("done")
+bpsx.shutdown()
+"""
+
+
+@SHAPES
+def test_no_thread_waits_and_streams_do(shape: tuple[int, int, int], pretend: Path) -> None:
+    assert gpu_run(ORDER, pretend, *shape) == [["done"]] * (shape[0] * shape[1])
+
+
+def test_streams_do_not_wait_for_each_other(pretend: Path) -> None:
+    """However many there are: what one of them has to make first does not hold up the others."""
+    gpu_run("""
+        bpsx.init()
+        streams = [cuda.stream() for _ in range(14)]
+        tensors = [PretendArray(np.full(1000, i, np.float32), s) for i, s in enumerate(streams)]
+        for i, (t, s) in enumerate(zip(tensors, streams)):
+            push_pull(f"t{i}", t, stream=s).wait(20)
+            t.get()
+        for k in range(0, len(streams), 3):
+            with held(streams[k]):
+                stuck = push_pull(f"t{k}", tensors[k], stream=streams[k])
+                rest = [push_pull(f"t{i}", tensors[i], stream=s) for i, s in enumerate(streams) if i != k]
+                for h in rest:
+                    h.wait(20)
+                assert not stuck.done()
+            stuck.wait(20)
+        for i, t in enumerate(tensors):
+            assert (t.get() == i * 2.0 ** (1 + len(range(0, len(streams), 3)))).all()
+        bpsx.shutdown()
+    """, pretend, 2, 1, 1)
+
+
+def test_memory_is_kept_until_the_gpu_has_done_with_it_and_no_longer(pretend: Path) -> None:
+    gpu_run("""
+        import gc, weakref
+        bpsx.init()
+        n = bpsx.size()
+        for name in "ab":
+            push_pull(name, PretendArray(np.ones(300_000, np.float32), main)).wait(20)
+        cuda.delay(3000)
+        x, y = (PretendArray(np.full(300_000, 1 + bpsx.rank(), np.float32), main) for _ in range(2))
+        out = PretendArray(np.zeros(300_000, np.float32), main)
+        gone = weakref.ref(x)
+        h = push_pull("a", x, out)
+        g = push_pull("b", y)
+        h.wait(20)
+        g.wait(20)
+        del x, h, g
+        gc.collect()
+        assert (out.get() == n * (n + 1) / 2).all() and (y.get() == n * (n + 1) / 2).all()
+        cuda.delay(0)
+        until(lambda: gone() is None)
+        bpsx.shutdown()
+    """, pretend, 1, 2, 1)
+
+
+def test_tensors_whose_memory_moves_and_names_that_change_place(pretend: Path) -> None:
+    """A name first in the host's memory, then on the GPU, and on one machine here, on the other there."""
+    gpu_run("""
+        bpsx.init()
+        r, n = bpsx.rank(), bpsx.size()
+        machine = r // bpsx.local_size()
+        kept = []
+        for step in range(12):
+            for size in (5, 100_000):
+                on_gpu = (step % 2 if step < 4 else (machine + step) % 2 if step < 8 else machine)
+                given = np.full(size, (r + 1) * (step + 1), np.float32)
+                x = PretendArray(given, main) if on_gpu else given.copy()
+                y = PretendArray(np.zeros(size, np.float32), main) if on_gpu else np.zeros(size, np.float32)
+                kept.append(x)
+                push_pull(f"x{size}", x, y).wait(20)
+                got = y.get() if on_gpu else y
+                assert (got == (step + 1) * n * (n + 1) / 2).all(), (step, size, got[:3])
+                b = PretendArray(given, main) if on_gpu else given.copy()
+                broadcast(f"b{size}", b, step % n).wait(20)
+                got = b.get() if on_gpu else b
+                assert (got == (step % n + 1) * (step + 1)).all(), (step, size, got[:3])
+        assert cuda.pageable() == cuda.straddling() == 0
+        bpsx.shutdown()
+    """, pretend, 2, 2, 1)
+
+
+@pytest.mark.parametrize(("shape", "odd"), [((1, 2, 0), 0), ((1, 2, 0), 1), ((2, 2, 1), 0), ((1, 2, 1), 1)], ids=str)
+def test_one_process_on_the_host_and_its_neighbour_on_the_gpu_is_an_error_on_all(shape: tuple[int, int, int], odd: int, pretend: Path) -> None:
+    found = gpu_run(f"""
+        bpsx.init()
+        for known in range(3):
+            if known == 1:
+                push_pull("y", PretendArray(np.ones(300_000, np.float32), main)).wait(20)
+            x = np.ones(300_000, np.float32)
+            report(ask(push_pull("x", x if bpsx.rank() == {odd} else PretendArray(x, main))))
+            report(ask(broadcast("b", x if bpsx.rank() == {odd} else PretendArray(x, main), 0)))
+        for x in (np.ones(300_000, np.float32), PretendArray(np.ones(300_000, np.float32), main)):
+            push_pull("x", x).wait(20)
+            assert ((x if isinstance(x, np.ndarray) else x.get()) == bpsx.size()).all()
+        bpsx.shutdown()
+    """, pretend, *shape)
+    assert len(found) == shape[0] * shape[1]
+    for said in found:
+        assert len(said) == 6 and all(text.startswith("MismatchError: ") and "workers 1 and 0" in text for text in said), said
+        assert all(repr("xb"[i % 2]) in text for i, text in enumerate(said)), said

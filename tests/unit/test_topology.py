@@ -1,0 +1,66 @@
+"""Which GPUs reduce together, and to whom."""
+
+from __future__ import annotations
+
+import pytest
+
+from bpsx.errors import ConfigError
+from bpsx.local.topology import Card, Plan, plan
+
+
+def cards(*switches: str) -> list[Card]:
+    return [Card(f"0000:{i:02x}:00.0", "Pretend", switch) for i, switch in enumerate(switches)]
+
+
+def grouped(found: Plan) -> tuple[int, tuple[int, ...]]:
+    return found.group, found.roots
+
+
+@pytest.mark.parametrize(("switches", "linked", "group"), [
+    ("aabb", False, 2),
+    ("aaaa", False, 4),
+    ("abcd", False, 1),
+    ("aabbcc", False, 2),
+    ("aaabbb", False, 3),
+    ("aabb", True, 4),          # NVLink is faster than any switch
+    ("aabb", None, 4),          # nobody knows whether there is NVLink
+    ("aabbb", False, 5),        # switches with different numbers of GPUs: as if nothing were known
+    ("aab", False, 3),
+    ("abab", False, 4),         # a switch's processes are not neighbours
+    ("abba", False, 4),
+    ("aabbaa", False, 6),
+    ("a", False, 1)])
+def test_switches(switches: str, linked: bool | None, group: int) -> None:
+    assert grouped(plan(cards(*switches), linked)) == (group, ())
+
+
+def test_a_switch_that_is_not_known_is_no_switch() -> None:
+    assert grouped(plan(cards("a", "a", "", ""), False)) == (4, ())
+    assert grouped(plan(cards("", "", "", ""), False)) == (4, ())
+
+
+def test_what_the_user_says_comes_first() -> None:
+    four = cards(*"aabb")
+    assert grouped(plan(four, True, switch_size=1)) == (1, ())
+    assert grouped(plan(four, False, switch_size=4)) == (4, ())
+    assert grouped(plan(four, False, roots=(3, 1))) == (4, (3, 1))
+    assert "BYTEPS_REDUCE_ROOTS" in plan(four, False, roots=(3, 1)).why and "BYTEPS_PCIE_SWITCH_SIZE" in plan(four, True, switch_size=2).why
+
+
+@pytest.mark.parametrize("more", [{}, {"roots": (0,)}, {"switch_size": 2}])
+def test_without_servers_all_reduce_together(more: dict) -> None:
+    assert grouped(plan(cards(*"aabb"), False, alone=True, **more)) == (4, ())
+
+
+@pytest.mark.parametrize("size", [3, 5, 8])
+def test_groups_are_whole(size: int) -> None:
+    with pytest.raises(ConfigError, match=f"BYTEPS_PCIE_SWITCH_SIZE={size}.*the 4 GPUs"):
+        plan(cards(*"aabb"), None, switch_size=size)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_two_processes_with_one_gpu_are_named(alone: bool) -> None:
+    found = cards(*"aabb")
+    found[3] = found[1]
+    with pytest.raises(ConfigError, match=r"local ranks 1 and 3 use one GPU \(Pretend at 0000:01:00.0\)"):
+        plan(found, True, alone=alone)
