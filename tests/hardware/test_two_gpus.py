@@ -1,0 +1,58 @@
+"""bpsx.torch on real GPUs: one machine, two imitated ones with a GPU each, and two that use both GPUs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from frameworks.torch_job import Finished, run_job
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"two GPUs are needed; there are {torch.cuda.device_count()}")]
+WORK = str(Path(__file__).parent / "two_gpus_work.py")
+#: (machines, servers, processes of each)
+LAYOUTS = {"one machine": (1, 0, 2), "two machines": (2, 1, 1), "two machines of two": (2, 2, 2)}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=list(LAYOUTS))
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    machines, servers, processes = LAYOUTS[request.param]
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    return run_job(WORK, ["all_of_it"], tmp_path_factory.mktemp("gpus"), workers=machines, servers=servers, processes=processes)
+
+
+def each(job: Finished, name: str) -> list[Any]:
+    assert job.status == 0, job.output
+    return [found["all_of_it"][name] for found in job.results.values()]
+
+
+def test_sums_of_all_types(job: Finished) -> None:
+    assert not any(each(job, "sums")), each(job, "sums")
+
+
+@pytest.mark.parametrize("how", ["DistributedOptimizer", "CrossBarrier", "parallel", "hook", "backend"])
+def test_training_is_that_of_one_gpu_on_the_joined_batch(job: Finished, how: str) -> None:
+    assert max(each(job, how)) < 1e-9
+
+
+def test_streams_are_ordered_without_the_host(job: Finished) -> None:
+    assert max(each(job, "streams")) == 0
+
+
+def test_tensors_on_the_host_and_on_the_gpu(job: Finished) -> None:
+    assert all(each(job, "both_kinds"))
+
+
+def test_cuda_graphs_are_refused_by_name(job: Finished) -> None:
+    assert all(told.startswith("ConfigError: 'graph': ") and "CUDA graph" in told for told in each(job, "graph_refused")), each(job, "graph_refused")
+
+
+def test_compression_on_the_gpu(job: Finished) -> None:
+    assert not any(each(job, "compressed")), each(job, "compressed")
+
+
+def test_the_rest_of_the_plugin(job: Finished) -> None:
+    assert not any(each(job, "others")), each(job, "others")
