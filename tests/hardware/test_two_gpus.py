@@ -11,7 +11,8 @@ import torch
 
 from frameworks.torch_job import Finished, run_job
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"two GPUs are needed; there are {torch.cuda.device_count()}")]
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"two GPUs are needed; there are {GPUS}")]
 WORK = str(Path(__file__).parent / "two_gpus_work.py")
 #: (machines, servers, processes of each)
 LAYOUTS = {"one machine": (1, 0, 2), "two machines": (2, 1, 1), "two machines of two": (2, 2, 2)}

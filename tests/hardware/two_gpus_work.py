@@ -61,7 +61,9 @@ def trained(device: torch.device, how: str, steps: int = 12) -> float:
     if how == "DistributedOptimizer":
         optimizer = bps.DistributedOptimizer(base, named_parameters=model.named_parameters())
     elif how == "CrossBarrier":
-        optimizer = bps.CrossBarrier(model, bps.DistributedOptimizer(base, named_parameters=[(f"cb.{k}", p) for k, p in model.named_parameters()]), steps)
+        from bpsx.torch.cross_barrier import CrossBarrier
+
+        optimizer = CrossBarrier(model, base, named_parameters=[(f"crossing.{k}", p) for k, p in model.named_parameters()], num_steps=steps)
     elif how == "parallel":
         from bpsx.torch.parallel import DistributedDataParallel
 
