@@ -118,7 +118,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("compressors", "BPSX_COMPRESSORS", modules, "", "names of Python modules, comma separated",
            "Compressors from outside the package: workers and servers import these when they start. The same on all. See CONTRIBUTING.md.",
            _TUNE),
-    Option("reduce_roots", "BYTEPS_REDUCE_ROOTS", ranks, (), "local ranks, comma separated",
+    Option("reduce_roots", "BYTEPS_REDUCE_ROOTS", ranks, None, "local ranks, comma separated",
            "GPUs of a machine to which NCCL reduces, by turns, and which copy to the host. Default: each copies a part of every tensor. The same on "
            "all processes of a machine; not with BYTEPS_PCIE_SWITCH_SIZE.", _GPU),
     Option("switch_size", "BYTEPS_PCIE_SWITCH_SIZE", integer(1, 65535), None, "1..BYTEPS_LOCAL_SIZE, of which it is a divisor",
@@ -314,7 +314,7 @@ class Config:
     def _gpu_faults(self) -> Iterable[str]:
         if self.reduce_roots and self.switch_size is not None:
             yield "BYTEPS_REDUCE_ROOTS and BYTEPS_PCIE_SWITCH_SIZE are two ways to do one thing: set one of them"
-        for root in self.reduce_roots:
+        for root in self.reduce_roots or ():
             if root >= self.local_size:
                 yield f"BYTEPS_REDUCE_ROOTS: there is no local rank {root}; allowed are 0..{self.local_size - 1} (BYTEPS_LOCAL_SIZE)"
         if self.switch_size is not None and self.local_size % self.switch_size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -53,8 +54,9 @@ class Devices:
     """The GPU of a session. Thread-safe."""
 
     def __init__(self, config: Config, near: Neighbourhood, fail: Callable[[str], None]) -> None:
-        """``fail``: called with a text, on another thread, when the GPUs of this machine do not come together."""
-        self._config, self._near, self._fail = config, near, fail
+        """``fail``: a method of the session, called with a text, on another thread, when the GPUs of this machine do not come together."""
+        self._config, self._near = config, near
+        self._session_fails = weakref.WeakMethod(fail)      # the session has this object: a closed one shall be freed at once
         self.core: Core         # set once there is one
         self._lock = threading.Lock()
         self._gpu: Gpu | None = None
@@ -116,6 +118,11 @@ class Devices:
                     self._meeting.start()
                 self._gpu = gpu
             return self._gpu
+
+    def _fail(self, text: str) -> None:
+        fail = self._session_fails()
+        if fail is not None:
+            fail(text)
 
     def close(self) -> None:
         """After the core has been closed. Idempotent."""

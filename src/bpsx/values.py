@@ -57,12 +57,12 @@ def modules(text: str) -> str:
     return ",".join(names)
 
 
-def ranks(text: str) -> tuple[int, ...]:
-    """Numbers from 0, separated by commas, none twice."""
+def ranks(text: str) -> tuple[int, ...] | None:
+    """Numbers from 0, separated by commas, none twice; None if there are none."""
     found = tuple(integer(0, 65534)(part.strip()) for part in text.split(",") if part.strip())
     if len(set(found)) != len(found):
         raise ValueError
-    return found
+    return found or None
 
 
 def host_port(text: str) -> tuple[str, int]:

@@ -24,6 +24,7 @@ REFUSED = {
     "BPSX_SPIN_US": "-1", "BPSX_FIXED_ORDER": "2", "BPSX_KEEP_MEMORY_MB": "1e3", "BPSX_RENDEZVOUS_TIMEOUT": "inf", "BPSX_GATHER_GRACE": "-1",
     "PS_HEARTBEAT_INTERVAL": "nan", "PS_HEARTBEAT_TIMEOUT": "-2", "BPSX_STALL_WARN_SECONDS": "0", "BPSX_DEADLOCK_SECONDS": "0",
     "BYTEPS_NUMA_ON": "x", "BYTEPS_NUMA_DEFAULT_QUOTA": "-1", "BYTEPS_NUMA_ROOT_QUOTA": "all", "BYTEPS_VISIBLE_CPU_CORES": "0;1",
+    "BYTEPS_REDUCE_ROOTS": "1,1", "BYTEPS_PCIE_SWITCH_SIZE": "0", "BYTEPS_NCCL_GROUP_SIZE": "0", "BYTEPS_NCCL_NUM_RINGS": "-1",
     "BYTEPS_CPU_BLACKLIST": "3-1", "BYTEPS_MULTITHREADED_CPU": "2", "BYTEPS_ENABLE_GDB": "gdb", "BPSX_STATE_FD": "-2", "BPSX_LIFELINE_FD": "-2",
     "BPSX_SHUTDOWN_TIMEOUT": "soon", "BYTEPS_LOG_LEVEL": "loud", "BYTEPS_LOG_HIDE_TIME": "perhaps", "BPSX_INSECURE": "2", "BPSX_ENCRYPT": "2",
     "PS_VERBOSE": "3", "PS_KEY_LOG": "2", "BYTEPS_DEBUG_SAMPLE_TENSOR": "grad", "BYTEPS_SERVER_DEBUG": "2", "BYTEPS_SERVER_DEBUG_KEY": "-2",
@@ -104,10 +105,10 @@ def test_a_single_worker_needs_nothing_else():
 
 
 def test_unknown_and_idle_names_get_a_warning():
-    config = Config({"BYTEPS_PARTITON_BYTES": "1", "BPSX_NO_SUCH_THING_AT_ALL": "1", "BYTEPS_REDUCE_ROOTS": "1", "PATH": "x"})
+    config = Config({"BYTEPS_PARTITON_BYTES": "1", "BPSX_NO_SUCH_THING_AT_ALL": "1", "BYTEPS_OMP_THREAD_PER_GPU": "1", "PATH": "x"})
     text = "\n".join(config.unknown)
     assert "BYTEPS_PARTITON_BYTES" in text and "did you mean BYTEPS_PARTITION_BYTES?" in text
-    assert "BPSX_NO_SUCH_THING_AT_ALL" in text and "BYTEPS_REDUCE_ROOTS" in text and "no effect" in text
+    assert "BPSX_NO_SUCH_THING_AT_ALL" in text and "BYTEPS_OMP_THREAD_PER_GPU" in text and "no effect" in text
     assert len(config.unknown) == 3
 
 

@@ -75,7 +75,7 @@ class Meeting(threading.Thread):
 
     def _decide(self, notices: Sequence[dict[str, Any]]) -> Plan:
         cards = [Card(n["bus"], n["name"], n["switch"]) for n in notices]
-        return plan(cards, linked([card.bus for card in cards]), self._config.reduce_roots, self._config.switch_size, not self._config.servers)
+        return plan(cards, linked([card.bus for card in cards]), self._config.reduce_roots or (), self._config.switch_size, not self._config.servers)
 
     def _say(self, **words: Any) -> None:
         self._notice.update(words)

@@ -43,20 +43,20 @@ class SparseSum:
         indices, wires = self._rows.wait()
         values = self._compression.decompress(torch.cat(wires), self._ctx)
         wide = values.float() if values.dtype in _HALVES else values        # half types are added in float32 and rounded once
-        total = torch.sparse_coo_tensor(torch.cat(indices).t(), wide, self._shape, check_invariants=True).coalesce()
+        total = torch.sparse_coo_tensor(torch.cat(indices).t(), wide, self._shape, check_invariants=True, device=wide.device).coalesce()
         result = total.values()
         if self._average:
             size = _adapter.session().size
             result = result / size if result.is_floating_point() else result.div(size, rounding_mode="floor")
         return torch.sparse_coo_tensor(
-            total.indices(), result.to(self._dtype), self._shape, is_coalesced=True, check_invariants=False)
+            total.indices(), result.to(self._dtype), self._shape, is_coalesced=True, check_invariants=False, device=result.device)
 
 
 def empty_like(dense: torch.Tensor, sparse_dim: int = 1) -> torch.Tensor:
     """A sparse tensor without values in the shape and dtype of ``dense``: what a worker without a gradient gives."""
     indices = torch.zeros(sparse_dim, 0, dtype=torch.int64, device=dense.device)
     values = dense.detach().new_zeros((0, *dense.shape[sparse_dim:]))
-    return torch.sparse_coo_tensor(indices, values, dense.shape, check_invariants=False)
+    return torch.sparse_coo_tensor(indices, values, dense.shape, check_invariants=False, device=dense.device)
 
 
 def check_sparse(tensor: torch.Tensor, what: str) -> None:

@@ -72,7 +72,7 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
             raise ConfigError(f"DistributedDataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed")
         check_compression(compression, "DistributedDataParallel")
         _adapter.check_flag(broadcast_buffers, "broadcast_buffers", "DistributedDataParallel")
-        init_sync = _checked(device_ids, options)
+        init_sync = _checked(module, device_ids, options)
         session = _adapter.session()
         if session.config.asynchronous:
             raise ConfigError("DistributedDataParallel: BYTEPS_ENABLE_ASYNC=1 moves weights instead of gradients: use DistributedOptimizer")
@@ -128,10 +128,12 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
                           ".module, or its state_dict()")
 
 
-def _checked(device_ids: Any, options: dict[str, Any]) -> bool:
+def _checked(module: Any, device_ids: Any, options: dict[str, Any]) -> bool:
     """``init_sync`` of PyTorch's options. Raises :class:`ConfigError` and, for what nobody knows, :class:`TypeError`."""
-    if device_ids and len(device_ids) != 1:
-        raise ConfigError(f"DistributedDataParallel: device_ids={device_ids!r}: a process has one GPU; allowed are None and a list of one")
+    devices = {p.device for p in module.parameters()} if isinstance(module, nn.Module) else set()
+    if device_ids and [torch.device("cuda", d) if isinstance(d, int) else torch.device(d) for d in device_ids] != list(devices):
+        raise ConfigError(f"DistributedDataParallel: device_ids={device_ids!r}: the module is on {', '.join(map(str, devices)) or 'no device'}; "
+                          "allowed are None and the one GPU that it is on")
     for option, value in options.items():
         if option in _REFUSED and value is not None:
             raise ConfigError(f"DistributedDataParallel: {option} is not supported; allowed is None")
