@@ -45,9 +45,9 @@ class Rank:
         self.nccl = ctypes.CDLL("libnccl.so.2")
 
     def told(self) -> Id:
-        """Rank 0's unique id."""
+        """Rank 0's unique id, made once: another rank may have read it before it is asked for again."""
         unique, path = Id(), self.folder / "id"
-        if self.rank == 0:
+        if self.rank == 0 and not path.exists():
             self.call("ncclGetUniqueId", ctypes.byref(unique))
             path.with_suffix(".new").write_bytes(bytes(unique))
             path.with_suffix(".new").rename(path)
