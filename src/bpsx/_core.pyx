@@ -19,7 +19,7 @@ from bpsx.core.device cimport Device
 from bpsx.core.gpu cimport forget_gpu, prepare_gpu
 from bpsx.core.greeting cimport ask_lanes, silent_lanes
 from bpsx.core.machine cimport Machine as CMachine
-from bpsx.core.loop cimport background, codec_thread, give_back_coded, kick, submit, wait_for
+from bpsx.core.loop cimport background, codec_thread, give_back_coded, kick, submit, tell_news, wait_for
 from bpsx.core.parts cimport queue_kernels
 from bpsx.core.partition cimport Lane, Partition, Task
 from bpsx.core.places cimport free_places
@@ -28,7 +28,7 @@ from bpsx.core.reaping cimport take_reaped, unreaped
 from bpsx.core.report cimport counters_of, gauges_of
 from bpsx.core.state cimport Core as CCore
 from bpsx.core.status cimport DONE, E_DEVICE, E_SHUTDOWN, PENDING
-from bpsx.core.telling cimport tell_failed, tell_failing, tell_known, tell_news
+from bpsx.core.telling cimport tell_failed, tell_failing, tell_known
 from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock, wait_until
 from bpsx.core.watch cimport Watch
 from bpsx._tensor cimport Tensor

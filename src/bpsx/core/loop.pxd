@@ -35,6 +35,14 @@ cdef inline void kick(Core *c) noexcept nogil:
         notify_all(&c.monitor)
 
 
+cdef inline void tell_news(Core *c) noexcept nogil:
+    """Something has changed that it cannot see by itself."""
+    lock(&c.monitor)
+    atomic_store(&c.news, 1)
+    kick(c)
+    unlock(&c.monitor)
+
+
 cdef inline void submit(Core *c, Task *task, bint will_wait) noexcept nogil:
     """Hand a task to the driver. A caller that waits at once drives it itself, and nobody has to be woken."""
     task.submitted_ns = now_ns()
@@ -242,10 +250,7 @@ cdef inline void codec_thread(Core *c, uint32_t me) noexcept nogil:
 cdef inline void give_back_coded(Core *c, Pool *pool, uint32_t me, Partition *p) noexcept nogil:
     """A pool's thread is done with a partition: the driver shall know."""
     pool_finish(pool, me, p)
-    lock(&c.monitor)
-    atomic_store(&c.news, 1)
-    kick(c)
-    unlock(&c.monitor)
+    tell_news(c)
 
 
 cdef inline bint wait_for(Core *c, Task *task, int64_t deadline_ns) noexcept nogil:

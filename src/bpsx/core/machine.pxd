@@ -3,8 +3,8 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, realloc
 from libc.string cimport memset
 
-from bpsx.core.partition cimport Lane, Partition, Tensor
-from bpsx.core.post cimport IS_RESULT, Post, Segment, ring_empty, ring_put, ring_take
+from bpsx.core.partition cimport Lane, Partition, Task, Tensor
+from bpsx.core.post cimport IS_BROADCAST, IS_RESULT, ON_GPU, Post, Segment, ring_empty, ring_put, ring_take
 from bpsx.core.sync cimport atomic_load, atomic_store
 from bpsx.kernels.abi cimport Kernels
 
@@ -219,6 +219,19 @@ cdef inline int post_results(Machine *m, Partition *p, int status, uint32_t a, u
             p.shares[i].flags = 0
     p.n_shares = 0
     return failed
+
+
+cdef inline bint agree(Machine *m, Partition *p, uint32_t *who) noexcept nogil:
+    """At the root: whether everybody asks for the operation that the root asks for, in the same kind of memory."""
+    cdef Task *task = p.tensor.current
+    cdef uint32_t i, flags
+    for i in range(m.size):
+        flags = p.shares[i].flags
+        if flags and (p.shares[i].divisor != task.divisor or ((flags & IS_BROADCAST) != 0) != task.broadcast or
+                      ((flags & ON_GPU) != 0) != task.on_gpu):
+            who[0] = m.first_rank + i
+            return False
+    return True
 
 
 cdef inline bint everybody_in(Machine *m, Partition *p) noexcept nogil:

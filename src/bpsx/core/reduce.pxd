@@ -12,7 +12,7 @@ from libc.string cimport memcpy, memset
 
 from bpsx.core.device cimport MEAN
 from bpsx.core.machine cimport (
-    Machine, everybody_in, hosts, memory_at, next_post, partition_of, post_results, queue_post, ring_bells, send_post, shift,
+    Machine, agree, everybody_in, hosts, memory_at, next_post, partition_of, post_results, queue_post, ring_bells, send_post, shift,
 )
 from bpsx.core.partition cimport Partition, Task, Tensor
 from bpsx.core.post cimport HAS_BODY, IS_BROADCAST, IS_COPIED, IS_LOADED, IS_ORDER, IS_RESULT, IS_SHARE, ON_GPU, Post
@@ -159,18 +159,6 @@ cdef inline void take_early(Core *c) noexcept nogil:
         if take_share(c, &post) != 0:
             give_up(c, E_PROTOCOL)
     shift(&m.early, n)
-
-
-cdef inline bint agree(Machine *m, Partition *p, uint32_t *who) noexcept nogil:
-    """Whether everybody asks for the operation that the root asks for."""
-    cdef Task *task = p.tensor.current
-    cdef uint32_t i
-    for i in range(m.size):
-        if p.shares[i].flags and (p.shares[i].divisor != task.divisor or p.shares[i].flags & ON_GPU or
-                                  ((p.shares[i].flags & IS_BROADCAST) != 0) != task.broadcast):
-            who[0] = m.first_rank + i
-            return False
-    return True
 
 
 cdef inline char *share_of(Machine *m, Partition *p, uint32_t i) noexcept nogil:

@@ -1,16 +1,8 @@
 # What a driver is told by other threads of its process.
-from bpsx.core.loop cimport kick
+from bpsx.core.loop cimport tell_news
 from bpsx.core.partition cimport Tensor
 from bpsx.core.state cimport Core
 from bpsx.core.sync cimport atomic_store, lock, unlock
-
-
-cdef inline void tell_news(Core *c) noexcept nogil:
-    """Something has changed that it cannot see by itself."""
-    lock(&c.monitor)
-    atomic_store(&c.news, 1)
-    kick(c)
-    unlock(&c.monitor)
 
 
 cdef inline void tell_failing(Core *c, Tensor *tensor, int status) noexcept nogil:

@@ -9,7 +9,7 @@ from bpsx.core.device cimport (
     ALL_GATHER, ALL_REDUCE, BETWEEN, BROADCAST_FROM, MEAN, REDUCE_SCATTER, REDUCE_TO, SUM, Device, item_bytes,
 )
 from bpsx.core.gpu cimport await_end, find_place, mark, own_part, under_way
-from bpsx.core.machine cimport PART_BITS, Machine, memory_at, partition_of, queue_post, send_post
+from bpsx.core.machine cimport PART_BITS, Machine, agree, memory_at, partition_of, queue_post, send_post
 from bpsx.core.partition cimport EVERYBODY, OnGpu, Partition, Task
 from bpsx.core.places cimport SLAB
 from bpsx.core.post cimport GATHERS, IS_BROADCAST, IS_COPIED, IS_ORDER, MORE, ON_GPU, STANDS_IN, Post
@@ -27,18 +27,6 @@ cdef enum:
 
 
 # ---- at the root: what comes next
-
-cdef inline bint agree_on_gpu(Machine *m, Partition *p, uint32_t *who) noexcept nogil:
-    """Whether everybody asks for what the root asks for, on a GPU."""
-    cdef Task *task = p.tensor.current
-    cdef uint32_t i
-    for i in range(m.size):
-        if p.shares[i].flags and (p.shares[i].divisor != task.divisor or not p.shares[i].flags & ON_GPU or
-                                  ((p.shares[i].flags & IS_BROADCAST) != 0) != task.broadcast):
-            who[0] = m.first_rank + i
-            return False
-    return True
-
 
 cdef inline bint present(Machine *m, Partition *p, uint32_t i) noexcept nogil:
     """Whether a process gives a share in this round."""
@@ -147,7 +135,7 @@ cdef inline void check_shares(Core *c, Partition *p) noexcept nogil:
     cdef Task *task = p.tensor.current
     cdef uint32_t other = 0
     p.share_status = 0
-    if not agree_on_gpu(m, p, &other):
+    if not agree(m, p, &other):
         refuse(c, p, E_MISMATCH, m.first_rank + m.me, other)
     elif task.broadcast and task.divisor - m.first_rank < m.size and not present(m, p, task.divisor - m.first_rank):
         refuse(c, p, E_JOINED, task.divisor, task.divisor)
