@@ -140,6 +140,8 @@ cdef inline void copy_down(Core *c, Partition *p) noexcept nogil:
         rc = d.copy(d.self, to, g.data + g.begin, g.length, d.streams[DOWN])
     if rc == 0 and g.length:
         rc = mark(c, p, DOWN)
+    if rc == 0 and g.length and g.data == d.waste:      # the root's, who has joined: nothing may come there before this has been copied
+        rc = d.wait(d.self, d.streams[BETWEEN], g.queued[DOWN])
     if rc != 0:
         give_up(c, E_DEVICE)
     elif g.length:
@@ -157,8 +159,6 @@ cdef inline int copy_coded_down(Core *c, Partition *p) noexcept nogil:
         return -1
     if head:
         memcpy(g.host, &p.tensor.current.rate, sizeof(double))
-    if g.data == d.waste:                       # the root's, who has joined: nothing may come there before this has been copied
-        d.wait(d.self, d.streams[BETWEEN], g.queued[DOWN])
     return d.copy(d.self, g.host + head, g.wire, p.packed.size - head, d.streams[DOWN])
 
 
