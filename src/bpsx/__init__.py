@@ -20,7 +20,7 @@ from bpsx.errors import (
 )
 
 if TYPE_CHECKING:
-    from bpsx._core import Handle
+    from bpsx._handle import Handle
     from bpsx.api import (
         barrier,
         broadcast,
@@ -58,5 +58,5 @@ def __getattr__(name: str) -> Any:
     """The verbs, loaded when first used: the launcher and the scheduler need neither NumPy nor the core."""
     if name not in __all__:
         raise AttributeError(f"module 'bpsx' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module("bpsx._core" if name == "Handle" else "bpsx.api"), name)
+    value = globals()[name] = getattr(import_module("bpsx._handle" if name == "Handle" else "bpsx.api"), name)
     return value

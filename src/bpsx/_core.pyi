@@ -5,25 +5,13 @@ from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
 
+from bpsx._handle import Handle
 from bpsx._tensor import Tensor
-from bpsx.local._cuda import Gpu
+from bpsx.local._cuda import Gpu, Moment
 
 # Memory to read or write: a C-contiguous buffer, or (address, bytes) kept alive by `owner`.
 _Memory: TypeAlias = Buffer | tuple[int, int]
 
-
-class Handle:
-    """One push_pull under way. Thread-safe."""
-
-    result: Any
-    @property
-    def name(self) -> str: ...
-    @property
-    def gpu(self) -> Gpu | None: ...
-    def done(self) -> bool:
-        """Whether the operation has ended, well or not. Does not block."""
-    def wait(self, timeout: float | None = None) -> Any:
-        """The result. Raises :class:`~bpsx.errors.BpsxError`, or :class:`TimeoutError` after ``timeout`` seconds."""
 
 class Core:
     """The state machine of a worker's partitions over one endpoint. Thread-safe."""
@@ -72,17 +60,22 @@ class Core:
     def submit(
         self, tensor: Tensor, input: _Memory | None, output: _Memory, *, divisor: int = 1, broadcast: bool = False, asynchronous: bool = False,
         priority: int = 0, will_wait: bool = False, rate: float = 0.0, owner: object = None, result: object = None,
-        on: tuple[Gpu, Callable[[], int], int | None] | None = None,
+        on: tuple[Gpu, Callable[[], int], Moment | None] | None = None,
     ) -> Handle:
         """Push ``input`` (None: nothing) and pull into ``output``. ``divisor`` is the root's rank for a broadcast."""
     def prepare(
         self, name: str, nbytes: int, input: _Memory | None, output: _Memory, *, divisor: int = 1, broadcast: bool = False,
         asynchronous: bool = False, priority: int = 0, rate: float = 0.0, keeps: bool = False, owner: object = None, result: object = None,
-        on: tuple[Gpu, Callable[[], int], int | None] | None = None,
+        on: tuple[Gpu, Callable[[], int], Moment | None] | None = None,
     ) -> Handle:
         """A handle for a tensor without a place; then :meth:`release` or :meth:`end`. Raises :class:`ValueError` for a wrong size."""
     def release(self, handle: Handle, tensor: Tensor, will_wait: bool = False) -> None:
         """Hand a prepared handle to the driver."""
+    def submit_all(
+        self, items: Sequence[tuple[str, Any, int]], tensors: Sequence[Tensor | None], divisor: int, on: tuple[Gpu, Callable[[], int], Moment | None],
+    ) -> list[Handle | None]:
+        """As :meth:`submit` of each of ``items`` (:class:`bpsx.devices.Item`), in place and at once. None instead of a handle where there is None
+        in ``tensors``."""
     def copy_through(self, handle: Handle, nbytes: int) -> None:
         """What a push_pull is with a single worker: input to output, done."""
     def end(self, handle: Handle, status: int, detail: str | None) -> None:
@@ -97,6 +90,10 @@ class Core:
         """What is under way: push_pulls, partitions that wait to be sent, bytes in flight."""
     def counters(self) -> dict[str, int]:
         """What has been moved so far."""
+    def kick(self) -> None:
+        """Somebody else has to drive from now on, if there is anything to do."""
+    def error_of(self, handle: Handle) -> Exception:
+        """What has ended a handle."""
     def settle(self, seconds: float) -> None:
         """Let what is outstanding go on for a moment, whoever drives."""
     def reap(self) -> None:

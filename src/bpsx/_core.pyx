@@ -1,14 +1,14 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 """The worker's side of the native core, as Python sees it.
 
-:class:`Core` runs the state machine of all partitions over one transport endpoint; :class:`Handle` is one push_pull under way. The work is done in ``core/*.pxd`` without the GIL; this file only hands over.
+:class:`Core` runs the state machine of all partitions over one transport endpoint. The work is done in ``core/*.pxd`` without the GIL; this file only
+hands over.
 """
 import contextlib
 import threading
 
 cimport cython
-from cpython.buffer cimport PyBUF_CONTIG, PyBUF_CONTIG_RO, PyBuffer_Release, PyObject_GetBuffer
-from cpython.exc cimport PyErr_CheckSignals
+from cpython.buffer cimport PyBUF_CONTIG, PyBUF_CONTIG_RO, PyObject_GetBuffer
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
@@ -27,10 +27,11 @@ from bpsx.core.pool cimport pool_free, pool_new, pool_next, pool_stop
 from bpsx.core.reaping cimport take_reaped, unreaped
 from bpsx.core.report cimport counters_of, gauges_of
 from bpsx.core.state cimport Core as CCore
-from bpsx.core.status cimport DONE, E_DEVICE, E_SHUTDOWN, PENDING
+from bpsx.core.status cimport DONE, E_DEVICE, E_SHUTDOWN
 from bpsx.core.telling cimport tell_failed, tell_failing, tell_known
 from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock, wait_until
 from bpsx.core.watch cimport Watch
+from bpsx._handle cimport Handle
 from bpsx._tensor cimport Tensor
 from bpsx.transports.abi cimport Endpoint
 
@@ -38,89 +39,6 @@ from bpsx import errors
 
 cdef extern from "<unistd.h>" nogil:
     int getpid()
-
-# How long a wait stays without the GIL before it looks for signals (Ctrl-C).
-cdef int64_t SLICE_NS = 200_000_000
-
-
-cdef class Handle:
-    """One push_pull under way. Keeps input and output alive until both the result is home and the transport has let go.
-
-    Thread-safe: any thread may :meth:`done` or :meth:`wait`.
-    """
-    cdef Task task
-    cdef Core core
-    cdef Tensor tensor
-    cdef object owner           # keeps the memory behind task.input and task.output alive
-    cdef Py_buffer view_in, view_out
-    cdef bint has_in, has_out
-    cdef str failure
-    cdef readonly object gpu    # None: not on a GPU
-    cdef object streams         # ... a function that gives the current stream
-    cdef readonly str name
-    cdef public object result
-
-    def __dealloc__(self):
-        self._release_buffers()
-        if self.gpu is not None:
-            for event in (<uintptr_t>self.task.ready, <uintptr_t>self.task.over):
-                if event:
-                    self.gpu.give(event)
-
-    cdef void _release_buffers(self):
-        if self.has_in:
-            self.has_in = False
-            PyBuffer_Release(&self.view_in)
-        if self.has_out:
-            self.has_out = False
-            PyBuffer_Release(&self.view_out)
-
-    def done(self) -> bool:
-        """Whether the operation has ended, well or not; on a GPU, there. Does not block."""
-        cdef int64_t status = atomic_load(&self.task.status)
-        return status != PENDING and (self.gpu is None or status < 0 or self.gpu.come(<uintptr_t>self.task.over))
-
-    cdef _output(self):
-        return <uintptr_t>self.task.output, self.tensor.nbytes
-
-    def wait(self, timeout: float | None = None):
-        """Wait for the end and return the result. On a GPU: what the current stream queues from now on comes after the end, and nobody waits.
-
-        Raises a :class:`bpsx.errors.BpsxError` if the operation failed, :class:`TimeoutError` after ``timeout`` seconds.
-        """
-        cdef int64_t end = 0, slice_end
-        cdef bint finished
-        if getpid() != self.core.pid:
-            raise errors.NotInitializedError(f"push_pull of {self.name!r} was begun in process {self.core.pid}; its forked child cannot wait for it")
-        if timeout is not None:
-            end = now_ns() + <int64_t>(timeout * 1e9)
-        while atomic_load(&self.task.status) == PENDING:
-            slice_end = now_ns() + SLICE_NS
-            if end and slice_end > end:
-                slice_end = end
-            with nogil:
-                finished = wait_for(&self.core.c, &self.task, slice_end)
-            if not finished:
-                self._between_slices(end)
-        self.core.reap()
-        if self.gpu is not None:        # failed or not: who goes on with the memory shall not meet us there
-            self.gpu.wait(self.streams(), <uintptr_t>self.task.over)
-        if self.task.status < 0:
-            raise self.core._error(self)
-        return self.result
-
-    cdef _between_slices(self, int64_t end):
-        """Look for signals and the time; on the way out somebody else has to drive."""
-        try:
-            PyErr_CheckSignals()
-            if end and now_ns() >= end:
-                raise TimeoutError(f"push_pull of {self.name!r} has not ended in time")
-            if self.core.c.stopping and atomic_load(&self.task.status) == PENDING:
-                raise errors.ShutdownError(f"push_pull of {self.name!r}: bpsx was shut down")
-        except BaseException:
-            self.core._kick()
-            raise
-
 
 @cython.no_gc_clear
 cdef class Core:
@@ -240,16 +158,10 @@ cdef class Core:
                 int priority=0, double rate=0, bint keeps=False, owner=None, result=None, on=None) -> Handle:
         """A handle for a tensor that has not been placed yet; :meth:`release` sets it off, :meth:`end` ends it. ``keeps``: ask for, or
         with ``input`` set, what servers keep of it, compressed as it is. ``on``: see :class:`bpsx.devices.OnGpu`."""
-        cdef Handle handle = Handle.__new__(Handle)
+        cdef Handle handle = self._new(name, divisor, priority, owner, result)
         self.reap()
-        handle.core = self
-        handle.name = name
-        handle.owner = owner
-        handle.result = result
-        handle.task.divisor = divisor
         handle.task.broadcast = broadcast
         handle.task.asynchronous = asynchronous
-        handle.task.priority = priority
         handle.task.rate = rate
         handle.task.keeps = keeps
         if type(output) is tuple:
@@ -268,29 +180,78 @@ cdef class Core:
             handle.task.input = <char *>handle.view_in.buf
             if <uint64_t>handle.view_in.len != nbytes:
                 raise ValueError(f"{name!r}: input has {handle.view_in.len} bytes, {nbytes} expected")
-        handle.task.handle = <void *>handle
         if on is not None:
-            gpu, streams, made_on = on
-            handle.gpu, handle.streams, handle.task.on_gpu = gpu, streams, True
-            handle.task.stream = streams() if made_on is None else made_on
-            handle.task.ready = <void *><uintptr_t>gpu.event()
-            handle.task.over = <void *><uintptr_t>gpu.event()
-            self.c.recorded += 1
-            handle.task.recorded = self.c.recorded
-            gpu.record_input(<uintptr_t>handle.task.ready, handle.task.stream, name)
+            self._put_handle_on(handle, on)
         return handle
+
+    cdef Handle _new(self, str name, uint32_t divisor, int priority, owner, result):
+        cdef Handle handle = Handle.__new__(Handle)
+        handle.core, handle.c = self, &self.c
+        handle.name = name
+        handle.owner = owner
+        handle.result = result
+        handle.task.divisor = divisor
+        handle.task.priority = priority
+        handle.task.handle = <void *>handle
+        return handle
+
+    cdef _put_handle_on(self, Handle handle, on):
+        gpu, streams, moment = on
+        if moment is None:
+            moment = gpu.moment(streams(), handle.name)
+        handle.gpu, handle.streams, handle.moment, handle.task.on_gpu = gpu, streams, moment, True
+        handle.task.stream, handle.task.recorded = moment.stream, moment.number
+        handle.task.ready = <void *><uintptr_t>moment.event
+        handle.task.over = <void *><uintptr_t>gpu.event()
 
     def release(self, Handle handle not None, Tensor tensor not None, bint will_wait=False) -> None:
         """Hand a prepared handle to the driver."""
+        if self._join(handle, tensor):
+            with nogil:
+                submit(&self.c, &handle.task, &handle.task, 1, will_wait)
+
+    def submit_all(self, list items, list tensors, uint32_t divisor, on) -> list:
+        """As :meth:`submit` of each of ``items`` (:class:`bpsx.devices.Item`), in place and at once, with one moment ``on`` the GPU for all. None
+        instead of a handle where there is None in ``tensors``. Their memory is freed in the order of streams, and is let go when the stream that
+        made it has met the end. Handles have no result."""
+        cdef Handle handle
+        cdef Tensor tensor
+        cdef Task *first = NULL
+        cdef Task *last = NULL
+        cdef uint32_t n = 0
+        made = []
+        self.reap()
+        for (name, view, priority), tensor in zip(items, tensors):
+            handle = None
+            if tensor is not None:
+                handle = self._new(name, divisor, priority, view.owner, None)
+                handle.by_stream = True
+                handle.task.input = handle.task.output = <char *><uintptr_t>view.address
+                self._put_handle_on(handle, on)
+            made.append(handle)
+        for handle, tensor in zip(made, tensors):
+            if handle is not None and self._join(handle, tensor):
+                if n == 0:
+                    first = &handle.task
+                else:
+                    last.next = &handle.task
+                last = &handle.task
+                n += 1
+        if n:
+            with nogil:
+                submit(&self.c, first, last, n, False)
+        return made
+
+    cdef bint _join(self, Handle handle, Tensor tensor) except -1:
+        """A handle gets its tensor. False if that has failed, and the handle has ended."""
         if handle.gpu is not None and not self._put_on(tensor, handle.gpu):
             self.end(handle, E_DEVICE, self.failed)
-            return
+            return False
         handle.tensor = tensor
         handle.task.tensor = &tensor.c
         self.tensors.add(tensor)        # the core refers to it for the rest of its life
         Py_INCREF(handle)
-        with nogil:
-            submit(&self.c, &handle.task, will_wait)
+        return True
 
     cdef bint _put_on(self, Tensor tensor, gpu) except -1:
         """False if that has failed, and everything with it: this may be any thread."""
@@ -450,7 +411,7 @@ cdef class Core:
         cdef int64_t until = now_ns() + <int64_t>(seconds * 1e9)
         with nogil:
             wait_for(&self.c, &none.task, until)
-        self._kick()
+        self.kick()
 
     def __dealloc__(self):
         cdef uint32_t i
@@ -463,7 +424,8 @@ cdef class Core:
         pool_free(self.c.coders)
         monitor_destroy(&self.c.monitor)
 
-    cdef void _kick(self):
+    def kick(self) -> None:
+        """Somebody else has to drive from now on, if there is anything to do."""
         lock(&self.c.monitor)
         if self.c.outstanding or self.c.news:
             kick(&self.c)
@@ -484,7 +446,8 @@ cdef class Core:
             (<Handle>handle)._release_buffers()
             (<Handle>handle).owner = None
 
-    cdef object _error(self, Handle handle):
+    def error_of(self, Handle handle not None) -> Exception:
+        """What has ended a handle."""
         cdef int status = <int>handle.task.status
         if self.c.failed and self.c.failed == status:
             self.told = True

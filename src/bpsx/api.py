@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from bpsx import arrays, errors
-from bpsx._core import Handle
 from bpsx._exit import set_exit_status
+from bpsx._handle import Handle
 from bpsx.arguments import check_handle, check_name, check_priority, checked_root
 from bpsx.arrays import is_on_gpu
 from bpsx.compressing import Remembered

@@ -87,7 +87,6 @@ class MomentumOnGpu:
         self._nbytes, itemsize = n * np.dtype(self._dtype).itemsize, BY_NAME[dtype].itemsize
         self._kernel = nesterov(dtype)
         self._kept, self._out, self._state = gpu.memory(self._nbytes), gpu.memory(n * itemsize), gpu.memory(4 * N_TICKETS)
-        self._asked = gpu.event()
 
     def taken(self) -> np.ndarray:
         """A copy of what is kept. Nothing may be under way."""
@@ -104,12 +103,11 @@ class MomentumOnGpu:
     def add(self, address: int, mu: float, on: OnGpu) -> tuple[int, OnGpu]:
         """Where what is to be sent for the gradient at ``address`` will be, and with which stream."""
         gpu, aside = self._gpu, self._gpu.aside
-        gpu.record_input(self._asked, on.streams(), "momentum")
-        gpu.wait(aside, self._asked)
+        gpu.wait(aside, (on.moment or gpu.moment(on.streams(), "momentum")).event)
         if self._n:
             with gpu:
                 self._kernel.launch(grid(-(-self._n // TILE)), aside, address, self._kept, self._out, self._state, self._n, mu)
-        return self._out, on._replace(made_on=aside)
+        return self._out, on._replace(moment=gpu.moment(aside, "momentum"))
 
 
 def _aside(made: Made) -> int:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from bpsx._core import Core, Handle
+from bpsx._core import Core
+from bpsx._handle import Handle
 from bpsx._tensor import Tensor
 from bpsx.compression import FLOATS, NONE, Compression, Made, Momentum, check_fits, effective, make, stream, warm
 from bpsx.config import Config

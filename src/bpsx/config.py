@@ -124,8 +124,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("switch_size", "BYTEPS_PCIE_SWITCH_SIZE", integer(1, 65535), None, "1..BYTEPS_LOCAL_SIZE, of which it is a divisor",
            "GPUs of a machine that reduce among themselves, by neighbouring local ranks; the CPU adds their sums. Default: by topology, all if "
            "NVLink joins them. The same on all processes of a machine.", _GPU),
-    Option("nccl_group", "BYTEPS_NCCL_GROUP_SIZE", integer(1, 256), 4, "1..256",
-           "NCCL's collectives that are due together and are queued at once, at most.", _GPU),
+    Option("nccl_group", "BYTEPS_NCCL_GROUP_SIZE", integer(1, 256), None, "1..256",
+           "NCCL's collectives that are due together and are queued at once, at most. Default: 64 without servers; else 4, since "
+           "the first's copy waits for the last.", _GPU),
     Option("nccl_rings", "BYTEPS_NCCL_NUM_RINGS", integer(0, 64), 0, "0..64; 0: NCCL decides",
            "Channels of NCCL's communicator at least: each takes a multiprocessor of the GPU.", _GPU),
     Option("keep_memory", "BPSX_KEEP_MEMORY_MB", integer(0, 2**20), 256, "MiB; 0: leave malloc alone",

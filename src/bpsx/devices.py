@@ -15,9 +15,13 @@ from bpsx.neighbourhood import Neighbourhood
 from bpsx.partitioner import whole_pages
 
 if TYPE_CHECKING:
-    from bpsx.local._cuda import Gpu
+    from bpsx.local._cuda import Gpu, Moment
     from bpsx.local.gpus import Meeting
 
+#: NCCL is near its best rate with so many bytes of a step's gradients; what is more comes later for nothing.
+_BATCH = 25 << 20
+#: Collectives that go together at most, with servers and without.
+_GROUP, _GROUP_ALONE = 4, 64
 #: Gives the stream on which the caller works right now, as CUDA's handle.
 Streams = Callable[[], int]
 
@@ -41,13 +45,21 @@ class View(Protocol):
     def streams(self) -> Streams | None: ...
 
 
+class Item(NamedTuple):
+    """A tensor of several that are summed in place."""
+
+    name: str
+    view: View
+    priority: int
+
+
 class OnGpu(NamedTuple):
     """Where a tensor is that is on a GPU, as :meth:`bpsx._core.Core.prepare` takes it."""
 
     gpu: Gpu
     streams: Streams
-    #: The stream that makes the input, if it is not the current one.
-    made_on: int | None = None
+    #: When the input is there; None: when the current stream has done what it has been asked for.
+    moment: Moment | None = None
 
 
 class Devices:
@@ -63,10 +75,10 @@ class Devices:
         self._meeting: Meeting | None = None
         self._closed = False
 
-    def place(self, name: str, source: View, target: View) -> OnGpu | None:
-        """Where a tensor is: None for the host's memory.
+    def place(self, name: str, source: View, target: View, stream: int | None = None) -> OnGpu | None:
+        """Where a tensor is: None for the host's memory. ``stream``: what makes it; None: the current one at the time.
 
-        Raises :class:`~bpsx.errors.ConfigError` if its output is elsewhere, or on a second GPU.
+        Raises :class:`~bpsx.errors.ConfigError` if its output is elsewhere, or on a second GPU, and where a given stream cannot tell.
         """
         if source.gpu < 0 and target.gpu < 0:
             return None
@@ -76,7 +88,12 @@ class Devices:
         gpu = self._gpu
         if gpu is None or gpu.ordinal != source.gpu:
             gpu = self._open(name, source.gpu)
-        return OnGpu(gpu, source.streams)
+        return OnGpu(gpu, source.streams, None if stream is None else gpu.moment(stream, name))
+
+    @property
+    def batch_bytes(self) -> int:
+        """How many bytes of gradients are worth a hand-over of their own."""
+        return self._config.partition_bytes if self._config.servers else _BATCH
 
     def check_average(self, name: str, dtype: int, divisor: int, on: OnGpu | None) -> None:
         """See to it that sums of integers can be divided, also where NCCL makes them. Raises :class:`~bpsx.errors.ConfigError`."""
@@ -111,7 +128,7 @@ class Devices:
                 raise ConfigError(f"{name!r}: bpsx was shut down")
             if self._gpu is None:
                 gpu = Gpu(ordinal)
-                self.core.open_gpu(gpu, self._config.nccl_group)
+                self.core.open_gpu(gpu, self._config.nccl_group or (_GROUP if self._config.servers else _GROUP_ALONE))
                 if self._near.machine is not None:
                     most = whole_pages(self._config.partition_bytes)
                     self._meeting = Meeting(self._config, self._near.machine, gpu, most, self.core.look, self._fail)

@@ -34,6 +34,7 @@ DTYPES: tuple[DType, ...] = (
 )
 BY_NAME: dict[str, DType] = {d.name: d for d in DTYPES}
 BY_CODE: dict[int, DType] = {d.code: d for d in DTYPES}
+FLOAT_CODES: dict[str, int] = {d.name: d.code for d in DTYPES if not d.integer}
 
 
 def dtype_named(name: str, what: str) -> DType:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from bpsx._core import Core, Handle
+from bpsx._core import Core
+from bpsx._handle import Handle
 from bpsx._tensor import Tensor
 from bpsx.errors import BpsxError, ConfigError
 

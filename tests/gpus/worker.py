@@ -14,7 +14,7 @@ import numpy.typing as npt
 import bpsx
 from bpsx import api
 from bpsx._adapter import TensorView
-from bpsx._core import Handle
+from bpsx._handle import Handle
 from gpus.pretend.driver import Driver, driver
 from gpus.pretend.memory import PretendArray
 

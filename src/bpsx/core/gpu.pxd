@@ -257,10 +257,11 @@ cdef inline void copy_up(Core *c, Partition *p) noexcept nogil:
 
 
 cdef inline int look_at_user(Core *c) noexcept nogil:
-    """Begin tasks whose input the GPU has made. Of those of one stream only the oldest is asked for. Returns how many."""
+    """Begin tasks whose input the GPU has made. Of those of one stream only the oldest is asked for, and once. Returns how many."""
     cdef Task *task
     cdef Task *following
     cdef Task *waits                        # the last that has not been made yet
+    cdef uint64_t come = 0                  # what has been seen last
     cdef int i, rc, n = 0
     for i in range(USER_STREAMS):
         task = c.gpu.unseen[i].first
@@ -268,7 +269,9 @@ cdef inline int look_at_user(Core *c) noexcept nogil:
         while task != NULL and not c.failed:
             following = task.next_unseen
             rc = 0
-            if waits == NULL or waits.stream != task.stream:
+            if task.recorded == come:
+                rc = 1
+            elif waits == NULL or waits.stream != task.stream:
                 rc = c.device.query(c.device.self, task.ready)
             if rc == 0:
                 waits = task
@@ -276,6 +279,7 @@ cdef inline int look_at_user(Core *c) noexcept nogil:
                 give_up(c, E_DEVICE)
             else:
                 n += 1
+                come = task.recorded
                 watch_no_more(c, task)
                 begin(c, task)
                 following = c.gpu.unseen[i].first if waits == NULL else waits.next_unseen       # that may have started others

@@ -123,8 +123,8 @@ cdef struct Task:
     void *ready                 # the event after which the input is there and the output may be written to,
     void *over                  # ... and the one after which neither is in use any more. With DONE it has been recorded, not yet come.
     uint64_t stream             # the user's, on which `ready` was recorded,
-    uint64_t recorded           # ... as the how many-th of all
-    bint followed               # NCCL's stream waits for `ready`
+    uint64_t recorded           # ... as the how many-th of all; tasks may share one
+    uint64_t ended              # the how many-th of those that have ended well; 0: has not
     Task *next_unseen           # whose `ready` was recorded later, perhaps on another stream
     bint keeps                  # about what servers keep of a compressed tensor: input and output are that, partition by partition
     int32_t priority

@@ -1,4 +1,7 @@
-# Tasks that have ended, until nobody uses their memory any more. With the GIL: one thread at a time.
+# Tasks that have ended: who goes on after them, and when nobody uses their memory any more. With the GIL: one thread at a time.
+from libc.stdint cimport uint64_t
+
+from bpsx.core.device cimport N_STREAMS
 from bpsx.core.partition cimport Task
 from bpsx.core.state cimport Core
 from bpsx.core.sync cimport atomic_load, lock, unlock
@@ -58,3 +61,21 @@ cdef inline int unreaped(Core *c) noexcept nogil:
         task = task.next
     unlock(&c.monitor)
     return n
+
+
+cdef inline bint met(Core *c, Task *task, uint64_t by) noexcept nogil:
+    """Whether a user's stream goes on after the end of a task on a GPU, or of another that was queued on the same stream of ours later. ``by``:
+    its number, 0 if it has none that is its own."""
+    return by != 0 and c.met_by == by and task.ended != 0 and task.ended <= c.met[task.tensor.last_stream]
+
+
+cdef inline void now_met(Core *c, Task *task, uint64_t by) noexcept nogil:
+    """It does from now on."""
+    cdef int i
+    if by == 0 or task.ended == 0:
+        return
+    if c.met_by != by:
+        c.met_by = by
+        for i in range(N_STREAMS):
+            c.met[i] = 0
+    c.met[task.tensor.last_stream] = max(c.met[task.tensor.last_stream], task.ended)

@@ -193,6 +193,9 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
         ended(c, task, status)
     if task.over != NULL and mark_end(c.device, task.over, status == DONE, task.tensor.last_stream) != 0 and status == DONE:
         status = E_DEVICE
+    if status == DONE and task.over != NULL:
+        c.gpu.ends += 1
+        task.ended = c.gpu.ends
     if status == DONE and not task.keeps:
         c.counters.tasks += 1
         for i in range(task.tensor.n_parts if c.telemetry else 0):
@@ -332,9 +335,9 @@ cdef inline void watch_for(Core *c, Task *task) noexcept nogil:
     """Its partitions begin when the GPU has made them. Later rounds of a tensor start when they can: its place in the line is by its record."""
     cdef Unseen *line = &c.gpu.unseen[task.stream // 64 % USER_STREAMS]
     cdef Task **at = &line.first
-    if line.first != NULL and line.last.recorded < task.recorded:
+    if line.first != NULL and line.last.recorded <= task.recorded:
         at = &line.last.next_unseen
-    while at[0] != NULL and at[0].recorded < task.recorded:
+    while at[0] != NULL and at[0].recorded <= task.recorded:
         at = &at[0].next_unseen
     task.next_unseen = at[0]
     at[0] = task

@@ -33,6 +33,8 @@ cdef struct Gpu:                # the driver's alone
     Post *orders                # room for as many
     uint32_t n_orders           # elsewhere: of a group that is not complete
     Awaited awaited[N_STREAMS]
+    uint64_t followed           # the last input for which NCCL's stream waits, see Task.recorded
+    uint64_t ends               # tasks that have ended well
     Unseen unseen[USER_STREAMS]
     Places places
 
@@ -70,6 +72,10 @@ cdef struct Core:
     int64_t busy_total          # time in which it was, up to then
     int64_t stopping
 
+    # Of whoever has the GIL:
+    uint64_t met_by             # a user's stream, by CUDA's number that no other ever has: it goes on after
+    uint64_t met[N_STREAMS]     # ... what has ended up to then, see Task.ended; by the stream of ours where it did
+
     # The driver's alone:
     Lane *lanes
     uint32_t n_lanes
@@ -81,7 +87,6 @@ cdef struct Core:
     Tensor *tensors
     Gpu gpu
     bint swept                  # everything has been failed with `failed`
-    uint64_t recorded           # events on users' streams; with the GIL
     bint unsent                 # neighbours on this machine have not room for what we have to tell them
     Counters counters
     bint telemetry              # count what came home

@@ -9,16 +9,16 @@ from bpsx.core.device cimport (
     ALL_GATHER, ALL_REDUCE, BETWEEN, BROADCAST_FROM, MEAN, REDUCE_SCATTER, REDUCE_TO, SUM, Device, item_bytes,
 )
 from bpsx.core.gpu cimport await_end, find_place, mark, own_part, under_way
-from bpsx.core.machine cimport PART_BITS, Machine, agree, memory_at, partition_of, queue_post, send_post
+from bpsx.core.machine cimport PART_BITS, Machine, agree, memory_at, partition_of, send_post
 from bpsx.core.partition cimport EVERYBODY, OnGpu, Partition, Task
 from bpsx.core.places cimport SLAB
 from bpsx.core.post cimport GATHERS, IS_BROADCAST, IS_COPIED, IS_ORDER, MORE, ON_GPU, STANDS_IN, Post
 from bpsx.core.queue cimport heap_pop, heap_push
 from bpsx.core.stage cimport (
-    BROADCAST, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, COPYD2H, END, PUSH, REDUCE, advance, enter, fail_partition, give_up,
+    BROADCAST, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, PUSH, REDUCE, advance, enter, fail_partition, give_up,
 )
 from bpsx.core.state cimport Core
-from bpsx.core.status cimport DONE, E_DEVICE, E_JOINED, E_MEMORY, E_MISMATCH, E_PROTOCOL
+from bpsx.core.status cimport E_DEVICE, E_JOINED, E_MEMORY, E_MISMATCH, E_PROTOCOL
 from bpsx.core.sync cimport atomic_load
 
 cdef enum:
@@ -289,8 +289,8 @@ cdef inline int launch(Core *c, Partition *p, const Post *order) noexcept nogil:
         rc = d.room(d, order.nbytes)
         give = d.zeros
         get = d.waste
-    if rc == 0 and task != NULL and not c.gpu.watches and not task.followed and task.ready != NULL:
-        task.followed = True
+    if rc == 0 and task != NULL and not c.gpu.watches and task.ready != NULL and task.recorded != c.gpu.followed:
+        c.gpu.followed = task.recorded
         rc = d.wait(d.self, d.streams[BETWEEN], task.ready)
     if order.flags & GATHERS and rc == 0:
         return gather_parts_of(c, order, get)
@@ -324,7 +324,7 @@ cdef inline void take_part(Core *c, Partition *p, const Post *order) noexcept no
                 return
         if m.me == m.root and (order.owner != NOBODY or not order.flags & IS_BROADCAST):
             p.source = g.host                   # there will be something, whoever copies it
-    if mark(c, p, BETWEEN) != 0:
+    if (not m.alone or p.tensor.recorded) and mark(c, p, BETWEEN) != 0:     # without servers nothing of ours comes after it
         give_up(c, E_DEVICE)
     elif p.tensor.recorded:
         await_end(c, p, BETWEEN)

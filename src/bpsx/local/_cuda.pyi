@@ -3,6 +3,17 @@
 from types import TracebackType
 from typing import Any
 
+class Moment:
+    """See :meth:`Gpu.moment`. Its event is its own as long as anybody has it."""
+
+    @property
+    def event(self) -> int: ...
+    @property
+    def stream(self) -> int: ...
+    @property
+    def number(self) -> int:
+        """The how many-th of its GPU's it is, from 1."""
+
 class Gpu:
     """One GPU of this process. ``with`` makes its context the thread's. Thread-safe.
 
@@ -27,9 +38,11 @@ class Gpu:
         """Whether it has not been closed, and this is not a forked child."""
     def abi(self) -> Any:
         """The table for the core: a capsule, valid as long as this object."""
-    def record_input(self, event: int, stream: int, what: str) -> None:
-        """As :meth:`record`, of the stream that makes an input called ``what``. Raises :class:`~bpsx.errors.ConfigError` if that is being captured
-        into a CUDA graph."""
+    def moment(self, stream: int, what: str) -> Moment:
+        """When ``stream`` has made the inputs that it has been asked for so far; ``what`` is the first of them. Raises
+        :class:`~bpsx.errors.ConfigError` if the stream is being captured into a CUDA graph."""
+    def number_of(self, stream: int) -> int:
+        """A number that no other stream has or will have, from 1; 0 if that cannot be known."""
     def event(self) -> int:
         """An event that nobody else has; :meth:`give` takes it back."""
     def give(self, event: int) -> None:

@@ -69,6 +69,17 @@ _NCCL = [
 ]
 
 
+cdef class Moment:
+    """See :meth:`Gpu.moment`."""
+    cdef Gpu gpu
+    cdef readonly uintptr_t event, stream
+    cdef readonly uint64_t number
+
+    def __dealloc__(self):
+        if self.gpu is not None and self.event:
+            self.gpu.give(self.event)
+
+
 @cython.no_gc_clear
 cdef class Gpu:
     """One GPU of this process: context, streams, events, pinned memory, communicators. Thread-safe with the GIL; what the core does with it is its own.
@@ -83,6 +94,8 @@ cdef class Gpu:
     cdef list owned             # memory on the GPU
     cdef void *kernels          # a stream
     cdef object local           # of `with`, which may be nested: what `enter` gave, per thread
+    cdef uint64_t moments       # so many there have been
+    cdef int (*stream_number)(void *, uint64_t *) noexcept nogil        # NULL: CUDA before 12
     cdef readonly int ordinal
     cdef readonly str name
     cdef readonly str bus       # its PCI address
@@ -98,6 +111,7 @@ cdef class Gpu:
             resolve(open_library(b"libcuda.so.1", 0), <void **>&self.state.driver, _DRIVER)
         except ConfigError as e:
             raise ConfigError(f"a tensor on a GPU needs NVIDIA's driver: {e}") from e
+        self.stream_number = <int (*)(void *, uint64_t *) noexcept nogil>dlsym(open_library(b"libcuda.so.1", 0), b"cuStreamGetId")
         self._check("cuInit", self.state.driver.init(0))
         self._check("cuDeviceGetCount", self.state.driver.device_count(&n))
         if not 0 <= ordinal < n:
@@ -159,18 +173,31 @@ cdef class Gpu:
 
     # ---- the user's streams
 
-    def record_input(self, uintptr_t event, uintptr_t stream, str what) -> None:
-        """As :meth:`record`, of the stream that makes an input called ``what``. Raises :class:`~bpsx.errors.ConfigError` if that is being captured
-        into a CUDA graph."""
-        cdef int capturing = 0, token = self._enter()
-        cdef int rc = self.state.driver.stream_capturing(<void *>stream, &capturing)
+    def moment(self, uintptr_t stream, str what) -> Moment:
+        """When ``stream`` has made the inputs that it has been asked for so far; ``what`` is the first of them. Its event is its own as long as
+        anybody has it. Raises :class:`~bpsx.errors.ConfigError` if the stream is being captured into a CUDA graph."""
+        cdef Moment made = Moment.__new__(Moment)
+        cdef int capturing = 0, token, rc
+        made.gpu, made.stream, made.event = self, stream, self.event()
+        token = self._enter()
+        rc = self.state.driver.stream_capturing(<void *>stream, &capturing)
         if rc == 0 and not capturing:
-            rc = self.state.driver.event_record(<void *>event, <void *>stream)
+            rc = self.state.driver.event_record(<void *>made.event, <void *>stream)
         leave(&self.state, token)
         self._check("cuEventRecord", rc)
         if capturing:
             raise ConfigError(f"{what!r}: its stream is being captured into a CUDA graph, which cannot hold an exchange with other processes: "
                               "call it outside the capture")
+        self.moments += 1
+        made.number = self.moments
+        return made
+
+    def number_of(self, uintptr_t stream) -> int:
+        """A number that no other stream has or will have, from 1; 0 if that cannot be known."""
+        cdef uint64_t number = 0
+        if self.stream_number == NULL or self.stream_number(<void *>stream, &number) != 0:
+            return 0
+        return number + 1
 
     def event(self) -> int:
         """An event that nobody else has; :meth:`give` takes it back."""

@@ -19,6 +19,7 @@ from bpsx import _adapter
 from bpsx.api import local_rank, local_size, rank, shutdown, size
 from bpsx.errors import ConfigError
 from bpsx.torch import init
+from bpsx.torch._gradients import Pushed
 from bpsx.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from bpsx.torch.compression import Compression, Compressor
 from bpsx.torch.eager import eager
@@ -26,7 +27,7 @@ from bpsx.torch.exchange import Exchange, GradientOrderError, Kind, Managed, Rou
 from bpsx.torch.ops import poll, push_pull_async_inplace, synchronize
 from bpsx.torch.optimizer import _DistributedOptimizer, check_optimizer, check_options, checked_passes, mix_in, names_of
 from bpsx.torch.serving import Serving, check_model
-from bpsx.torch.under_way import Pushed, ended, raise_first
+from bpsx.torch.under_way import ended, raise_first
 
 #: BytePS's name for it, which this module of its offers too.
 byteps_push_pull = push_pull_async_inplace
@@ -111,6 +112,7 @@ class _Barrier(Exchange):
     """The exchange of gradients, and the updates that wait for it."""
 
     decides_early = True        # to ask is to wait for the slowest worker, in every step
+    has_quick_hooks = False     # each has to see whether its parameter's update is pending
 
     def __init__(self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor], passes: int, active: bool, steps: int,
                  sparse_as_dense: bool) -> None:
@@ -259,7 +261,7 @@ class _Barrier(Exchange):
         The first step is made module by module, so that an optimizer that looks across parameters is found out whatever the network does."""
         if not self._parts_agree:
             return []
-        arrived = list(itertools.takewhile(lambda key: self._pending[key][1].handle.done(), self._pending))
+        arrived = list(itertools.takewhile(lambda key: self._pending[key][1].done(), self._pending))
         return [self._pending.pop(key) for key in arrived]
 
     def _receive_all(self, pending: list[tuple[Managed, Pushed]]) -> list[Exception | None]:

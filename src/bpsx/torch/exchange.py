@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch
 
 from bpsx import _adapter
 from bpsx.errors import BpsxError, ConfigError, MismatchError
+from bpsx.torch._gradients import Hook, Pushed, is_alone, is_on_gpu, version
+from bpsx.torch.batch import Named, batch_of, push
 from bpsx.torch.compression import Compressor, NoneCompressor
-from bpsx.torch.eager import eager
-from bpsx.torch.ops import Handle, check_tensor, check_writable, mark_written, submit, summable
+from bpsx.torch.ops import Handle, check_tensor, mark_written, submit, summable
 from bpsx.torch.sparse import DENSE, SparseSum, check_sparse, empty_like
-from bpsx.torch.under_way import Pushed, ended, is_alone, is_shared, raise_first, version, zero_gradient
-from bpsx.torch.users import Users
+from bpsx.torch.under_way import ended, raise_first, zero_gradient
+from bpsx.torch.users import Count, Users
 
 PREFIX = "Gradient."
 #: Under this, with the first parameter's name, the workers agree on which gradients are sparse.
@@ -39,13 +41,14 @@ class Managed:
 
     def __init__(self, name: str, parameter: torch.Tensor, priority: int, passes: int) -> None:
         self.name, self.parameter, self.priority, self.passes_left = name, parameter, priority, passes
-        self.wire, self.what = PREFIX + name, f"gradient of {name!r}"
+        self.named = Named(PREFIX + name, f"gradient of {name!r}", priority)
         self.hook: Any = None
         self.pushed: Pushed | SparseSum | None = None
         self.kind: Kind | None = None       # None: the workers have not agreed yet
         self.sparse_dim = 1
         self.deferred = False               # a sparse gradient that is complete, and waits for that
         self.stands_in = False              # what has been pushed are zeros for a gradient that this worker has not had
+        self.quick = False                  # on a GPU it is dense, and goes with others
         self.wanted = True                  # False: no worker has a gradient in this step, as far as is known
         self.averaged: tuple[torch.Tensor, int | None] | None = None    # what an implicit wait has left in grad, and its version
 
@@ -84,6 +87,8 @@ class Exchange:
     asynchronous = False
     #: Whether a parameter that nobody has used in the first step counts as dense from then on, so that no later step has to ask.
     decides_early = False
+    #: Whether a hook may leave out :meth:`accumulated`: it does for all of a pass but the first, of those that go together.
+    has_quick_hooks = True
 
     def __init__(
         self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor] | None, passes: int, active: bool,
@@ -95,10 +100,12 @@ class Exchange:
         self.implicit = False           # ... because somebody has looked, not because synchronize() was called
         self._compression, self._passes, self._as_dense, self._average = compression or NoneCompressor, passes, sparse_as_dense, average
         self.choices, self._rate = choices or {}, rate
+        self._batch = batch_of(average)
         self._managed: list[Managed] = []
         self._session: object = None    # in which job the kinds were agreed
         self._begun = False             # backward has run since the last wait
         self._round: Round | None = None
+        self._late: Users | None = None     # the last step's, not heeded
         self._asking: tuple[list[Managed], torch.Tensor, Handle] | None = None      # about the kinds of gradients
         self.finalizer: Any = None      # detaches when the optimizer goes
         self.add(names, attach=False)
@@ -148,7 +155,8 @@ class Exchange:
         ref = weakref.ref(self)
         for managed in self._managed:
             if managed.hook is None and managed.parameter.requires_grad:
-                managed.hook = managed.parameter.register_post_accumulate_grad_hook(_hook_for(ref, managed))
+                hook = Hook(ref, weakref.ref(managed), self._batch, type(self).accumulated)
+                managed.hook = managed.parameter.register_post_accumulate_grad_hook(hook)
 
     def detach(self) -> None:
         """Take the hooks off."""
@@ -164,6 +172,7 @@ class Exchange:
 
     def restart_count(self) -> None:
         """Forget backward passes that have been added up so far."""
+        self._batch.quick = False
         for managed in self._managed:
             managed.passes_left = self._passes
             managed.averaged = None     # its memory may be wanted
@@ -187,9 +196,16 @@ class Exchange:
         self.synchronized = self.implicit = False
         managed.passes_left -= 1
         if managed.passes_left == 0:
-            managed.deferred = managed.is_sparse() and managed.kind is None and not self._as_dense
+            managed.deferred = managed.kind is None and not self._as_dense and managed.is_sparse()
             if not managed.deferred:
                 self._push(managed)
+        # From here to the wait the others' hooks need look at nothing of the exchange.
+        managed.quick = managed.kind is Kind.DENSE and self._goes_together(managed)
+        self._batch.quick = self.has_quick_hooks
+
+    def _goes_together(self, managed: Managed) -> bool:
+        """Whether its gradient, if it is dense and on a GPU, begins with others."""
+        return self._compression is NoneCompressor and managed.name not in self.choices
 
     def look(self) -> None:
         """Somebody is about to look at gradients: wait for them, so that what is seen is averages. Raises as :meth:`complete`."""
@@ -216,6 +232,8 @@ class Exchange:
             if isinstance(managed.pushed, SparseSum):
                 self._heed(now)
                 managed.pushed.advance()
+        if all(isinstance(m.pushed, Pushed) and m.pushed.in_batch and not m.stands_in for m in ours) and not now.frozen:
+            self._late, now.users = now.users, None
         for managed in ours:
             self._await(self._discard if discard else self._receive, managed, now)
         self._heed(now)
@@ -229,8 +247,10 @@ class Exchange:
 
     def _open_round(self) -> Round:
         """The round that an interruption has left open, or a new one, for which all workers agree on what travels how."""
+        self._batch.quick = False
         if self._round is None:
-            self._round = Round(self._agree())
+            failures = self._agree()
+            self._round = Round(failures + self._heed_late())
         return self._round
 
     def _push_missing(self, now: Round) -> None:
@@ -251,6 +271,8 @@ class Exchange:
         if unsure:      # zeros would bring out what compression has kept, and if nobody has a gradient that would be thrown away
             self._heed(now)
             now.failures += [self._try(self._push, m) for m in unsure if m.wanted and m.pushed is None]
+        with suppress(Exception):       # told by the wait
+            self._batch.submit()
         now.pushed = True
 
     def _count(self, now: Round, used: Callable[[Managed], bool], name: str) -> None:
@@ -262,7 +284,7 @@ class Exchange:
     def _await(self, receive: Callable[[Managed], None], managed: Managed, now: Round) -> None:
         """Let ``receive`` wait for a push. Before anything is really waited for, the workers have to be at one about what is pushed."""
         assert managed.pushed is not None
-        if not managed.pushed.done():
+        if now.users is not None and not managed.pushed.done():
             self._heed(now)
         now.failures.append(self._try(receive, managed))
 
@@ -276,14 +298,25 @@ class Exchange:
         if failure is not None:
             now.failures.append(failure)
             return
-        for managed, count in zip(self._managed, users.wait(), strict=True):
+        for managed, count in zip(self._managed, users.counts, strict=True):
             managed.wanted = count.used > 0
             if count.trained and count.frozen:
-                now.failures.insert(0, MismatchError(
-                    f"{managed.name!r} is trained on {count.trained} workers and frozen (requires_grad=False) on {count.frozen}: freeze and thaw "
-                    "parameters on all workers in the same step"))
+                now.failures.insert(0, _frozen_on_some(managed, count))
                 if id(managed) in now.frozen:
                     now.failures.append(self._try(self._stand_in, managed))
+
+    def _heed_late(self) -> list[Exception]:
+        """The same for the step before, where this worker had all gradients and froze nothing, so that it had nothing to do. To wait for the count
+        there would be to wait for the others, and gradients on GPUs come without. Returns what has gone wrong."""
+        users, self._late = self._late, None
+        if users is None:
+            return []
+        failure = ended(users)
+        if failure is not None:
+            return [failure]
+        if not users.differ:
+            return []
+        return [_frozen_on_some(m, count) for m, count in zip(self._managed, users.counts) if count.trained and count.frozen]
 
     def _stand_in(self, managed: Managed) -> None:
         """Push zeros for a parameter that is frozen here and not elsewhere."""
@@ -310,11 +343,11 @@ class Exchange:
         """In a job resumed with other workers nobody knows what had been agreed in the one before."""
         session = _adapter.session()
         if session is not self._session:
-            self._session = session
+            self._session, self._late = session, None
             for managed in self._managed:
-                managed.kind = Kind.DENSE if self._as_dense else None
+                managed.kind, managed.quick = Kind.DENSE if self._as_dense else None, False
                 if managed.name in self.choices:
-                    session.declare(managed.wire, self.choices[managed.name])
+                    session.declare(managed.named.wire, self.choices[managed.name])
 
     def _agree(self) -> list[Exception]:
         """Find out whether gradients travel sparse, where that is not known yet. Returns what has gone wrong; all workers push all the same."""
@@ -376,33 +409,29 @@ class Exchange:
             self._push_sparse(managed)
             return
         parameter = managed.parameter
-        managed.stands_in = parameter.grad is None
-        if parameter.grad is None:
-            parameter.grad = zero_gradient(parameter)
-        elif managed.is_sparse():
-            parameter.grad = parameter.grad.detach().to_dense()
         gradient = parameter.grad
-        assert gradient is not None
-        check_tensor(gradient, managed.what)
-        check_writable(gradient, managed.what)
-        own = not is_shared(gradient)
-        plain = gradient.detach()       # ours: `grad.data` may be set to other memory meanwhile
-        wire, ctx = self._compression.compress(plain if own else plain.clone())
+        managed.stands_in = gradient is None
+        if gradient is None:
+            gradient = parameter.grad = zero_gradient(parameter)
+        elif gradient.layout is torch.sparse_coo:
+            gradient = parameter.grad = gradient.detach().to_dense()
+        if self._goes_together(managed) and is_on_gpu(gradient):
+            managed.pushed = self._batch.add(gradient, managed.named)
+            return
         chosen = self.choices.get(managed.name)
         rate = self._rate(parameter) if self._rate is not None and chosen is not None and chosen.ef == "corrected" else -1.0
-        handle = submit(wire, wire, managed.wire, average=self._average, priority=managed.priority, rate=rate)
-        managed.pushed = Pushed(gradient, handle, ctx, own)
+        managed.pushed = push(gradient, managed.named, self._average, self._compression, rate)
 
     def _push_sparse(self, managed: Managed) -> None:
         gradient = managed.parameter.grad
         chosen = self.choices.get(managed.name)
         if chosen is not None and chosen.momentum:
-            raise ConfigError(f"{managed.what}: it is sparse, and is not compressed; compression_params' momentum='nesterov' cannot be added to it: "
-                              "leave that out for this parameter, or give sparse_as_dense=True")
+            raise ConfigError(f"{managed.named.what}: it is sparse, and is not compressed; compression_params' momentum='nesterov' cannot be added "
+                              "to it: leave that out for this parameter, or give sparse_as_dense=True")
         given = empty_like(managed.parameter, managed.sparse_dim)
         kind = {}
         if gradient is not None and managed.is_sparse():
-            check_sparse(gradient, managed.what)
+            check_sparse(gradient, managed.named.what)
             given = gradient
         elif gradient is not None:      # the others have to hear of it
             kind["kind"] = DENSE
@@ -452,13 +481,6 @@ class Exchange:
                 "way: read them before the first or after the last backward() of a step, or call zero_grad() to begin anew")
 
 
-def _hook_for(exchange: weakref.ref[Exchange], managed: Managed) -> Callable[[torch.Tensor], None]:
-    whose = weakref.ref(managed)    # it knows the parameter, which would never go if its own hook knew it
-
-    @eager
-    def hook(_: torch.Tensor) -> None:
-        alive, concerned = exchange(), whose()
-        if alive is not None and concerned is not None:
-            alive.accumulated(concerned)
-
-    return hook
+def _frozen_on_some(managed: Managed, count: Count) -> MismatchError:
+    return MismatchError(f"{managed.name!r} is trained on {count.trained} workers and frozen (requires_grad=False) on {count.frozen}: freeze and "
+                         "thaw parameters on all workers in the same step")

@@ -22,7 +22,10 @@ _INSTEAD = {
     "bool": "send tensor.to(torch.uint8), whose sum counts the workers with True",
     **dict.fromkeys(("complex32", "complex64", "complex128"), "send torch.view_as_real(tensor), which shares its memory"),
 }
-_SUMMED: dict[torch.dtype, str] = {getattr(torch, name): name for name in BY_NAME}
+#: The names of the dtypes that are summed.
+SUMMED: dict[torch.dtype, str] = {getattr(torch, name): name for name in BY_NAME}
+
+
 class UnsupportedTensor(BpsxError, TypeError):
     """Not a tensor, or one whose memory bpsx cannot use: sparse, quantized, nested, on another device, or overlapping itself."""
 
@@ -124,12 +127,12 @@ def mark_written(tensor: torch.Tensor) -> None:
 
 def dtype_name(tensor: torch.Tensor) -> str:
     """``float32`` and the like."""
-    return _SUMMED.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
+    return SUMMED.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
 
 
 def summable(tensor: torch.Tensor, what: str) -> str:
     """The name of ``tensor``'s dtype. Raises :class:`~bpsx.dtypes.UnsupportedDType`, which says what to do instead, if it is not summed."""
-    name = _SUMMED.get(tensor.dtype)
+    name = SUMMED.get(tensor.dtype)
     if name is None:
         name = dtype_name(tensor)
         instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
@@ -147,11 +150,11 @@ def view_at(tensor: torch.Tensor, nbytes: int, dtype: str, shape: tuple[int, ...
     if not tensor.is_cuda:
         return TensorView(tensor.data_ptr(), nbytes, dtype, shape, tensor)
     device = tensor.get_device()
-    return TensorView(tensor.data_ptr(), nbytes, dtype, shape, tensor, device, _streams_of(device))
+    return TensorView(tensor.data_ptr(), nbytes, dtype, shape, tensor, device, streams_of(device))
 
 
 @functools.cache
-def _streams_of(device: int) -> Callable[[], int]:
+def streams_of(device: int) -> Callable[[], int]:
     """Gives the stream that the calling thread works on. The raw handle is had five times as fast where PyTorch has a function for it."""
     raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     if raw is not None:
@@ -166,7 +169,7 @@ def submit(
 
     Raises :class:`~bpsx.dtypes.UnsupportedDType`, :class:`~bpsx.errors.NotInitializedError`.
     """
-    dtype = _SUMMED.get(source.dtype) or summable(source, f"push_pull of {name!r}" if name else "push_pull")
+    dtype = SUMMED.get(source.dtype) or summable(source, f"push_pull of {name!r}" if name else "push_pull")
     plain = is_plain(source)
     if source is output and plain:      # the way of gradients, hundreds of them in a step: nothing that is not needed
         # A tensor of our own: who sets `source.data` meanwhile does not free the memory that is under way.

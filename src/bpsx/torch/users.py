@@ -30,14 +30,24 @@ class Users:
     """
 
     def __init__(self, parameters: Iterable[tuple[bool, bool]], name: str) -> None:
-        self._numbers = torch.tensor([(used, trained, not trained) for used, trained in parameters], dtype=torch.int32, device="cpu")
+        flags = [flag for used, trained in parameters for flag in (used, trained, not trained)]
+        self._numbers = torch.tensor(flags, dtype=torch.int32, device="cpu").view(-1, 3)
         self._handle = submit(self._numbers, self._numbers, PREFIX + name, average=False, priority=_FIRST)
 
     def done(self) -> bool:
         """Whether the sum has ended, well or not. Does not block."""
         return self._handle.done()
 
-    def wait(self) -> list[Count]:
-        """The counts of each parameter. May be called again. Raises what made the sum fail."""
+    @property
+    def differ(self) -> bool:
+        """Whether there is a parameter that some train and some have frozen. After :meth:`wait`."""
+        return bool(self._numbers[:, 1:].all(dim=1).any())
+
+    def wait(self) -> None:
+        """Wait for the sum. May be called again. Raises what made it fail."""
         self._handle.wait()
+
+    @property
+    def counts(self) -> list[Count]:
+        """Of each parameter. After :meth:`wait`."""
         return [Count(*numbers) for numbers in self._numbers.tolist()]

@@ -3,7 +3,7 @@
 #include <signal.h>
 
 struct op { struct op *next; void (*run)(void *); void *argument; };      /* run is NULL for a record, its argument */
-struct stream { struct stream *next; struct op *first, *last; int ordinal, capturing, closed; long queued, done, held, released; };
+struct stream { struct stream *next; struct op *first, *last; int ordinal, capturing, closed; unsigned long long number; long queued, done, held, released; };
 /* One record of an event: the event has its last one; operations that make one or wait for it keep it when the event has another, or is gone. */
 struct record { int done, references; };
 struct event { struct event *next; struct record *record; int ordinal; };
@@ -42,7 +42,9 @@ static struct stream *make_stream(int ordinal) {
     struct stream *s = calloc(1, sizeof *s);
     pthread_t thread;
     sigset_t all, before;
+    static unsigned long long made;
     s->ordinal = ordinal;
+    s->number = __sync_fetch_and_add(&made, 1);
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);     /* the process's signals are for its own threads */
     int failed = pthread_create(&thread, NULL, work, s);
@@ -190,6 +192,14 @@ int cuStreamIsCapturing(void *handle, int *status) {
     struct stream *s = stream_of(handle);
     *status = s && s->capturing;
     return locked(s || (uintptr_t)handle <= 2 ? OK : INVALID_HANDLE);
+}
+
+int cuStreamGetId(void *handle, unsigned long long *number) {
+    ENTER(INITIALIZED);
+    pthread_mutex_lock(&lock);
+    struct stream *s = stream_of(handle);
+    if (s) *number = s->number;
+    return locked(s ? OK : INVALID_HANDLE);
 }
 
 /* ---- events ---- */

@@ -190,7 +190,7 @@ class Averaging(Exchange):
         with torch.no_grad():
             plain = zero_gradient(parameter) if parameter.grad is None else parameter.grad.detach().to_dense().clone()
         wire, ctx = self._compression.compress(plain)
-        return submit(wire, wire, managed.wire, average=True, priority=managed.priority), ctx
+        return submit(wire, wire, managed.named.wire, average=True, priority=managed.priority), ctx
 
     @staticmethod
     def _take(managed: Managed, average: torch.Tensor) -> None:

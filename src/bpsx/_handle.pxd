@@ -1,0 +1,28 @@
+# What other extension modules see of _handle.pyx.
+from libc.stdint cimport int64_t, uint64_t
+
+from bpsx._tensor cimport Tensor
+from bpsx.core.partition cimport Task
+from bpsx.core.state cimport Core as CCore
+
+
+cdef class Handle:
+    cdef Task task
+    cdef CCore *c               # of the core,
+    cdef object core            # ... which it keeps alive
+    cdef Tensor tensor
+    cdef object owner           # keeps the memory behind task.input and task.output alive
+    cdef Py_buffer view_in, view_out
+    cdef bint has_in, has_out
+    cdef str failure
+    cdef readonly object gpu    # None: not on a GPU
+    cdef object streams         # ... a function that gives the current stream
+    cdef object moment          # ... when the input is there
+    cdef public bint by_stream  # ... in memory that is freed in the order of the stream that made it, as PyTorch's is
+    cdef readonly str name
+    cdef public object result
+
+    cdef void _release_buffers(self)
+    cdef _output(self)
+    cdef _meet(self, uint64_t stream)
+    cdef _between_slices(self, int64_t end)

@@ -1,0 +1,95 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+"""One push_pull under way, as who waits for it sees it."""
+from cpython.buffer cimport PyBuffer_Release
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
+
+from bpsx.core.loop cimport wait_for
+from bpsx.core.reaping cimport met, now_met
+from bpsx.core.status cimport PENDING
+from bpsx.core.sync cimport atomic_load, now_ns
+
+from bpsx import errors
+
+cdef extern from "<unistd.h>" nogil:
+    int getpid()
+
+# How long a wait stays without the GIL before it looks for signals (Ctrl-C).
+cdef int64_t SLICE_NS = 200_000_000
+
+
+cdef class Handle:
+    """One push_pull under way. Keeps input and output alive until both the result is home and the transport has let go.
+
+    Thread-safe: any thread may :meth:`done` or :meth:`wait`.
+    """
+
+    def __dealloc__(self):
+        self._release_buffers()
+        if self.gpu is not None and self.task.over != NULL:
+            self.gpu.give(<uintptr_t>self.task.over)
+
+    cdef void _release_buffers(self):
+        if self.has_in:
+            self.has_in = False
+            PyBuffer_Release(&self.view_in)
+        if self.has_out:
+            self.has_out = False
+            PyBuffer_Release(&self.view_out)
+
+    def done(self) -> bool:
+        """Whether the operation has ended, well or not; on a GPU, there. Does not block."""
+        cdef int64_t status = atomic_load(&self.task.status)
+        return status != PENDING and (self.gpu is None or status < 0 or self.gpu.come(<uintptr_t>self.task.over))
+
+    cdef _output(self):
+        return <uintptr_t>self.task.output, self.tensor.nbytes
+
+    def wait(self, timeout: float | None = None):
+        """Wait for the end and return the result. On a GPU: what the current stream queues from now on comes after the end, and nobody waits.
+
+        Raises a :class:`bpsx.errors.BpsxError` if the operation failed, :class:`TimeoutError` after ``timeout`` seconds.
+        """
+        cdef int64_t end = 0, slice_end
+        cdef bint finished
+        if getpid() != self.core.pid:
+            raise errors.NotInitializedError(f"push_pull of {self.name!r} was begun in process {self.core.pid}; its forked child cannot wait for it")
+        if timeout is not None:
+            end = now_ns() + <int64_t>(timeout * 1e9)
+        while atomic_load(&self.task.status) == PENDING:
+            slice_end = now_ns() + SLICE_NS
+            if end and slice_end > end:
+                slice_end = end
+            with nogil:
+                finished = wait_for(self.c, &self.task, slice_end)
+            if not finished:
+                self._between_slices(end)
+        if self.gpu is None:
+            self.core.reap()
+        else:                           # failed or not: who goes on with the memory shall not meet us there
+            self._meet(self.streams())
+        if self.task.status < 0:
+            raise self.core.error_of(self)
+        return self.result
+
+    cdef _meet(self, uint64_t stream):
+        """Have a stream go on after our end. One that goes on after a later end does already: of hundreds of gradients one is enough."""
+        cdef uint64_t by = self.gpu.number_of(stream)
+        if not met(self.c, &self.task, by):
+            self.core.reap()
+            self.gpu.wait(stream, <uintptr_t>self.task.over)
+            now_met(self.c, &self.task, by)
+        if self.by_stream and stream == self.task.stream:
+            self.owner = None           # what takes the memory next comes after us; held on to, it would lie idle until somebody reaps
+
+    cdef _between_slices(self, int64_t end):
+        """Look for signals and the time; on the way out somebody else has to drive."""
+        try:
+            PyErr_CheckSignals()
+            if end and now_ns() >= end:
+                raise TimeoutError(f"push_pull of {self.name!r} has not ended in time")
+            if self.c.stopping and atomic_load(&self.task.status) == PENDING:
+                raise errors.ShutdownError(f"push_pull of {self.name!r}: bpsx was shut down")
+        except BaseException:
+            self.core.kick()
+            raise

@@ -1,0 +1,80 @@
+"""Gradients of a backward pass on their way; see ``_gradients.pyx``."""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import torch
+
+from bpsx._adapter import Handle, Item
+
+#: A test may take all memory for a GPU's.
+ALL_ON_GPU: bool
+
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is on a GPU that bpsx knows."""
+
+def is_shared(gradient: torch.Tensor) -> bool:
+    """Whether other tensors have their elements in the same memory."""
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor can live in the same memory, and so share its version counter."""
+def version(tensor: torch.Tensor) -> int | None:
+    """How often ``tensor``, or another one in the same memory, has been written to; None if nobody counts."""
+
+class Pushed:
+    """A gradient under way: ``gradient`` is what the average goes into, ``ctx`` the compressor's. It may have to wait for others of a ``batch``."""
+
+    def __init__(self, gradient: torch.Tensor, ctx: Any, batch: Batch | None = None) -> None: ...
+    @property
+    def gradient(self) -> torch.Tensor: ...
+    @property
+    def ctx(self) -> Any: ...
+    @property
+    def own(self) -> bool:
+        """Whether nothing else is in the gradient's memory: it may travel as it lies, and a write to it meanwhile is noticed."""
+    @property
+    def written(self) -> bool:
+        """Whether there was one. After :meth:`wait`."""
+    @property
+    def in_batch(self) -> bool:
+        """Whether it goes with others on a GPU."""
+    def begin(self, handle: Any, own: bool, plain: torch.Tensor | None = None) -> None:
+        """``own``: see there. ``plain``: the tensor that has the sum then, if it is not the handle that gives it."""
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Does not block."""
+    def wait(self) -> torch.Tensor:
+        """The sum. Raises what has made it fail."""
+
+class Failed:
+    """The handle of a push that could not begin."""
+
+    def __init__(self, failure: Exception) -> None: ...
+    def done(self) -> bool: ...
+    def wait(self, timeout: float | None = None) -> Any: ...
+
+class Batch:
+    """What one optimizer's hooks have been given and have not begun yet. Thread-safe.
+
+    ``begin``: of items made by a stream, in place, gives handles or exceptions in their order; ``begin_alone``: of a gradient and its name gives a
+    :class:`Pushed`; ``worth``: gives how many bytes are worth beginning.
+    """
+
+    #: Hooks may leave out what they check otherwise: see :meth:`bpsx.torch.exchange.Exchange.accumulated`.
+    quick: bool
+    def __init__(
+        self, begin: Callable[[list[Item], int], list[Handle | Exception]], begin_alone: Callable[[torch.Tensor, Any], Pushed],
+        worth: Callable[[], int],
+    ) -> None: ...
+    def add(self, gradient: torch.Tensor, named: Any) -> Pushed:
+        """Sum a gradient on the GPU. ``named``: see :class:`bpsx.torch.batch.Named`. Raises as :meth:`submit`."""
+    def submit(self) -> None:
+        """Begin what there is. Raises the first failure; whoever waits for that gradient is told, too."""
+
+class Hook:
+    """What autograd calls when it has added to a parameter's gradient.
+
+    ``exchange`` and ``managed``: weak references to what ``accumulated`` is called with, but for what :attr:`Batch.quick` allows.
+    """
+
+    def __init__(self, exchange: ref[Any], managed: ref[Any], batch: Batch, accumulated: Callable[[Any, Any], None]) -> None: ...
+    def __call__(self, _: torch.Tensor) -> None: ...

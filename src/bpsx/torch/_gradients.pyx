@@ -1,0 +1,225 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+"""Gradients of a backward pass on their way: what a hook does for each of them, and for many together.
+
+A step has hundreds, and a hook holds up the pass: in Python this took 30 us for each. Those that are made on a GPU begin together: each alone would
+cost a record on the stream, a lock, a wake-up and a collective. Of PyTorch nothing is needed to build this.
+"""
+import contextlib
+import threading
+from copy import copy
+
+import torch
+
+from bpsx._adapter import Item, TensorView
+from bpsx.torch.eager import eager
+from bpsx.torch.ops import SUMMED, streams_of
+
+#: References to the memory of a tensor that is alone: its own, and that of who asks.
+cdef int ALONE = 2
+#: A test may take all memory for a GPU's.
+ALL_ON_GPU = False
+
+_strided, _Tensor = torch.strided, torch.Tensor
+_uses = getattr(torch._C, "_storage_Use_Count", None)
+
+
+cpdef bint is_on_gpu(tensor) except -1:
+    """Whether ``tensor`` is on a GPU that bpsx knows."""
+    return tensor.is_cuda or ALL_ON_GPU
+
+
+def is_shared(gradient) -> bool:
+    """Whether other tensors have their elements in the same memory. Autograd may give two parameters one gradient's memory: where both go into one
+    sum through views of them. The average of the first would come home into what the second has still to push."""
+    return _uses is not None and _uses(gradient.untyped_storage()._cdata) > ALONE
+
+
+def is_alone(tensor) -> bool:
+    """Whether no other tensor can live in the same memory, and so share its version counter."""
+    return tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def version(tensor) -> int | None:
+    """How often ``tensor``, or another one in the same memory, has been written to; None if nobody counts."""
+    return tensor._version if tensor.layout is _strided and not tensor.is_inference() else None
+
+
+cdef class Pushed:
+    """A gradient under way: ``gradient`` is what the average goes into, ``ctx`` the compressor's. It may have to wait for others of a ``batch``."""
+    cdef readonly object gradient, ctx
+    cdef readonly bint own          # nothing else is in the gradient's memory: it may travel as it lies, and a write to it meanwhile is noticed
+    cdef readonly bint written      # ... which is known after the wait
+    cdef Batch batch
+    cdef object handle, plain, version
+    cdef bint waited
+
+    def __init__(self, gradient, ctx, Batch batch=None) -> None:
+        self.gradient, self.ctx, self.batch, self.own = gradient, ctx, batch, True
+
+    @property
+    def in_batch(self) -> bool:
+        """Whether it goes with others on a GPU."""
+        return self.batch is not None
+
+    def begin(self, handle, bint own, plain=None) -> None:
+        """``own``: see there. ``plain``: the tensor that has the sum then, if it is not the handle that gives it."""
+        self.handle, self.own, self.plain = handle, own, plain
+        self.version = version(self.gradient) if own else None
+
+    cdef begin_as(self, Pushed other):
+        """It has begun as another one of the same gradient."""
+        self.handle, self.plain, self.own, self.version = other.handle, other.plain, other.own, other.version
+
+    cdef handle_now(self):
+        if self.handle is None:
+            with contextlib.suppress(Exception):    # the handle of what has failed says so
+                self.batch.submit()
+        return self.handle
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Does not block."""
+        return self.handle_now().done()
+
+    def wait(self):
+        """The sum. Raises what has made it fail."""
+        handle = self.handle_now()
+        if not self.waited:         # the wait may itself write, to bring home what had to be laid out in another way
+            self.written = self.version is not None and self.gradient._version != self.version and is_alone(self.gradient)
+        received = handle.wait()
+        self.waited = True
+        return received if self.plain is None else self.plain
+
+
+cdef class Failed:
+    """The handle of a push that could not begin."""
+    cdef object failure
+
+    def __init__(self, failure) -> None:
+        self.failure = copy(failure)        # without a traceback: who raises it keeps alive only what is his
+
+    def done(self) -> bool:
+        """At once."""
+        return True
+
+    def wait(self, timeout=None):
+        """Raises why."""
+        raise copy(self.failure)
+
+
+cdef class Batch:
+    """What one optimizer's hooks have been given and have not begun yet. It begins when it is worth it, when backward ends or turns to another
+    stream, and when somebody waits. Workers need not have the same in a batch: nobody waits here. Thread-safe."""
+    cdef public bint quick          # hooks may leave out what they check otherwise: see Exchange.accumulated
+    cdef object begin, begin_alone, worth, lock, streams, stream
+    cdef list waiting
+    cdef int device
+    cdef long long nbytes, most
+
+    def __init__(self, begin, begin_alone, worth) -> None:
+        """``begin``: of items made by a stream, in place, gives handles or exceptions in their order; ``begin_alone``: of a gradient and its name
+        gives a :class:`Pushed`; ``worth``: gives how many bytes are worth beginning."""
+        self.begin, self.begin_alone, self.worth = eager(begin), eager(begin_alone), eager(worth)
+        self.lock, self.waiting, self.device = threading.RLock(), [], -2
+
+    def add(self, gradient, named) -> Pushed:
+        """Sum a gradient on the GPU. Raises as :meth:`submit`."""
+        cdef Pushed pushed = Pushed(gradient, None, self)
+        cdef int device = gradient.get_device()
+        with self.lock:
+            if device != self.device:
+                self.submit()
+                self.device, self.streams = device, streams_of(device)
+            stream = self.streams()
+            if self.waiting and stream != self.stream:
+                self.submit()
+            if not self.waiting:
+                self.open_for(stream)
+            self.waiting.append((pushed, named))
+            self.nbytes += <long long>gradient.nbytes
+            if self.nbytes >= self.most:
+                self.submit()
+        return pushed
+
+    cdef open_for(self, stream):
+        self.stream, self.nbytes, self.most = stream, 0, self.worth()
+        with contextlib.suppress(RuntimeError):         # no backward pass: who pushes like that waits, or says that it is all
+            torch.autograd.Variable._execution_engine.queue_callback(self.submit)
+
+    def submit(self) -> None:
+        """Begin what there is. Raises the first failure; whoever waits for that gradient is told, too."""
+        cdef Pushed pushed
+        failures = []
+        with self.lock:
+            waiting, self.waiting = self.waiting, []
+            try:
+                self.begin_together(waiting, failures)
+                for pushed, named in waiting:
+                    if pushed.handle is None:
+                        self.begin_one(pushed, named, failures)
+            except BaseException:       # interrupted
+                self.waiting = [one for one in waiting if (<Pushed>one[0]).handle is None] + self.waiting
+                raise
+        if failures:
+            raise failures[0]
+
+    cdef begin_together(self, list waiting, list failures):
+        """Begin plain gradients, which nothing else shares."""
+        cdef Pushed pushed
+        items, chosen = [], []
+        for pushed, named in waiting:
+            view = self.plain_view(pushed.gradient)
+            if view is not None:
+                items.append(Item(named.wire, view, named.priority))
+                chosen.append(pushed)
+        if not items:
+            return
+        try:
+            begun = self.begin(items, self.stream)
+        except Exception as e:
+            begun = [e.with_traceback(None)] * len(items)
+        for pushed, item, handle in zip(chosen, items, begun):
+            if isinstance(handle, Exception):
+                failures.append(copy(handle))
+                handle = Failed(handle)
+            pushed.begin(handle, True, item.view.owner)
+
+    cdef plain_view(self, gradient):
+        """A gradient that can be summed as it lies, or None."""
+        dtype = SUMMED.get(gradient.dtype)
+        if dtype is None or gradient.layout is not _strided or type(gradient) is not _Tensor or not gradient.is_contiguous() or gradient.is_neg() \
+                or gradient.is_nested or is_shared(gradient):
+            return None
+        own = gradient.detach()             # `grad.data` may be set to other memory meanwhile
+        return TensorView(own.data_ptr(), gradient.nbytes, dtype, gradient.shape, own, self.device, self.streams)
+
+    cdef begin_one(self, Pushed pushed, named, list failures):
+        try:
+            pushed.begin_as(self.begin_alone(pushed.gradient, named))
+        except Exception as e:
+            pushed.begin(Failed(e), True)
+            failures.append(copy(e))
+
+
+cdef class Hook:
+    """What autograd calls when it has added to a parameter's gradient. Keeps neither the exchange alive nor the parameter, on which it hangs."""
+    cdef object exchange, managed, accumulated
+    cdef Batch batch
+    #: The compiler leaves this alone.
+    _torchdynamo_disable = True
+
+    def __init__(self, exchange, managed, Batch batch, accumulated) -> None:
+        """``exchange`` and ``managed``: weak references to what ``accumulated`` is called with, but for what :attr:`Batch.quick` allows."""
+        self.exchange, self.managed, self.batch, self.accumulated = exchange, managed, batch, eager(accumulated)
+
+    def __call__(self, _) -> None:
+        exchange, managed = self.exchange(), self.managed()
+        if exchange is None or managed is None:
+            return
+        if self.batch.quick and managed.quick and managed.pushed is None and managed.passes_left == 1:
+            gradient = managed.parameter.grad
+            if gradient is not None and gradient.layout is _strided and is_on_gpu(gradient):
+                managed.passes_left = 0
+                managed.stands_in = False
+                managed.pushed = self.batch.add(gradient, managed.named)
+                return
+        self.accumulated(exchange, managed)

@@ -1,0 +1,282 @@
+"""Tensors that begin together: several with one event, and an optimizer's gradients."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpus.machines import gpu_run
+
+SHAPES = {"alone": (1, 2, 0), "direct": (2, 1, 1), "2x2": (2, 2, 1), "one": (1, 1, 0)}
+DTYPES = ["bfloat16", "float32", "int64"]
+
+BATCH = """
+from bpsx._adapter import Item
+
+def begin(arrays, average=False, stream=None):
+    return api.session().push_pull_all([Item(name, view(a), 0) for name, a in arrays.items()], main if stream is None else stream, average=average)
+"""
+
+
+def run(names: str, source: str, pretend: Path, *shape: int, **more: Any) -> list[list[Any]]:
+    return gpu_run(names + textwrap.dedent(source), pretend, *shape, **more)
+
+
+# Workers put the same tensors into different batches, by steps; everything stays in the order of its stream.
+SUMS = BATCH + """
+import contextlib, json, os
+bpsx.init()
+r, n = bpsx.rank(), bpsx.size()
+for step in range(4):
+    names = [f"{dtype} {size}" for dtype in json.loads(os.environ["DTYPES"]) for size in (0, 1, 40_001)]
+    own = {name: [draw(name.split()[0], int(name.split()[1]), w, step) for w in range(n)] for name in names}
+    arrays = {name: PretendArray(own[name][r], main) for name in names}
+    average = step % 2 == 1
+    names = [name for name in names if not average or average_of(name)]
+    if r % 2:
+        names.reverse()
+    cut = (step * 7 + r * 5) % len(names)
+    with held(main) if step > 1 else contextlib.nullcontext():
+        handles = {}
+        for part in (names[:cut], names[cut:]):
+            if part:
+                handles |= dict(zip(part, begin({name: arrays[name] for name in part}, average)))
+    for name in names:
+        handles[name].wait(20)
+    cuda.sync(main)
+    for name in names:
+        assert near(arrays[name].get(), own[name], average), (step, name)
+bpsx.shutdown()
+"""
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sums(shape: str, pretend: Path) -> None:
+    gpu_run(SUMS, pretend, *SHAPES[shape], env={"DTYPES": str(DTYPES).replace("'", '"'), "BYTEPS_PARTITION_BYTES": 65536})
+
+
+def test_a_stream_that_has_met_a_later_end_need_not_meet_an_earlier_one_and_others_do(pretend: Path) -> None:
+    run(BATCH, """
+        bpsx.init()
+        other = cuda.stream()
+        for step in range(3):
+            arrays = {name: PretendArray(np.full(1000, bpsx.rank() + 1.0, np.float32), main) for name in "abcd"}
+            handles = begin(arrays)
+            if step:
+                until(lambda: all(h.done() for h in handles))
+                begun = cuda.count("cuStreamWaitEvent")
+                for h in reversed(handles):
+                    h.wait(20)
+                once = cuda.count("cuStreamWaitEvent") - begun
+                assert once <= 1, once
+                moment = cuda.count("cuStreamWaitEvent")
+                sink = PretendArray(np.zeros(1000, np.float32), other)
+                push_pull("x", sink, stream=other).wait(20)         # meets on another stream
+                handles[0].wait(20)                                 # and that is this one's again
+                assert cuda.count("cuStreamWaitEvent") > moment
+            [h.wait(20) for h in handles]
+            cuda.sync(main)
+            for a in arrays.values():
+                assert (a.get() == 3).all()
+        bpsx.shutdown()
+    """, pretend, 1, 2, 0)
+
+
+def test_nothing_begins_on_a_stream_that_is_captured(pretend: Path) -> None:
+    run(BATCH, """
+        bpsx.init()
+        arrays = {name: PretendArray(np.ones(10, np.float32), main) for name in "ab"}
+        for _ in range(2):
+            cuda.capture(main)
+            assert "'a': its stream is being captured into a CUDA graph" in refused(lambda: begin(arrays))
+            cuda.capture(main, False)
+            assert api.session()._core.outstanding == 0
+            [h.wait(20) for h in begin(arrays)]
+        bpsx.shutdown()
+    """, pretend, 1, 2, 0)
+
+
+def test_what_cannot_begin_is_told_in_its_place(pretend: Path) -> None:
+    run(BATCH, """
+        bpsx.init()
+        arrays = {"a": PretendArray(np.ones(10, np.float32), main), "n" * 5000: PretendArray(np.ones(10, np.float32), main),
+                  "i": PretendArray(np.ones(10, np.int8), main), "b": PretendArray(np.ones(10, np.float32), main)}
+        for _ in range(2):
+            a, long, small, b = begin(arrays, average=True)
+            assert "a name is a string of 1 to 4096 bytes" in str(long) and "cannot be averaged on GPUs" in str(small), (long, small)
+            a.wait(20), b.wait(20)
+        cuda.sync(main)
+        assert (arrays["a"].get() == 1).all() and (arrays["b"].get() == 1).all()
+        bpsx.shutdown()
+    """, pretend, 1, 2, 0)
+
+
+# PyTorch has no GPU here: tensors on the CPU are passed off as the pretend GPU's. What its streams do is waited for by hand.
+TORCH = """
+import torch
+import bpsx.torch as bps
+from bpsx._adapter import TensorView
+from bpsx.torch import _gradients, batch, exchange, ops
+from bpsx.errors import ConfigError
+
+known = {}
+def as_on_gpu(address, nbytes, dtype, shape, owner, device, streams):
+    if nbytes and address not in known:
+        cuda.device_memory(address, nbytes)
+        known[address] = owner.untyped_storage()._weak_ref()    # for ever: it is not given back
+    return TensorView(address, nbytes, dtype, shape, owner, 0, streams)
+
+_gradients.TensorView, _gradients.streams_of, _gradients.ALL_ON_GPU = as_on_gpu, lambda device: lambda: stream[0], True
+
+def alone(*arguments, **options):
+    ops.view_at = lambda t, nbytes, dtype, shape: as_on_gpu(t.data_ptr(), nbytes, dtype, shape, t, 0, lambda: stream[0])
+    try:
+        return ops.submit(*arguments, **options)
+    finally:
+        ops.view_at = view_at
+
+def synchronous(plain):         # what PyTorch does next, to free the memory too, would be on that stream
+    def call(self, managed):
+        pushed = managed.pushed
+        pushed.wait()
+        cuda.sync(stream[0])
+        plain(self, managed)
+    return call
+
+view_at, batch.submit = ops.view_at, alone
+for name in ("_receive", "_discard"):
+    setattr(exchange.Exchange, name, synchronous(getattr(exchange.Exchange, name)))
+stream, asked = [main], []
+begin = batch._adapter.Session.push_pull_all
+def counted(self, items, *more, **options):
+    asked.append([item.name for item in items])
+    return begin(self, items, *more, **options)
+batch._adapter.Session.push_pull_all = counted
+
+class Net(torch.nn.Module):
+    def __init__(self, n=7, size=5000):
+        super().__init__()
+        self.layers = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(size + i)) for i in range(n)])
+    def forward(self, value, skip=()):
+        return sum((p * value * (i + 1)).sum() for i, p in enumerate(self.layers) if i not in skip)
+
+def optimizer(net, **options):
+    return bps.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters(), **options)
+
+def finish(opt):
+    opt.synchronize()
+    with opt.skip_synchronize():
+        opt.step()
+
+bps.init()
+r, n = bps.rank(), bps.size()
+"""
+
+
+@pytest.mark.parametrize(("shape", "most", "batches"), [("alone", 25 << 20, 1), ("2x2", 65536, 2)], ids=["alone", "2x2"])
+def test_gradients_go_together(shape: str, most: int, batches: int, pretend: Path) -> None:
+    """All of a step in one batch without servers, and by partitions with them; what is summed is right all the same."""
+    run(TORCH, f"""
+        assert api.session().devices.batch_bytes == {most}
+        net = Net()
+        opt = optimizer(net)
+        for step in range(4):
+            asked.clear()
+            net(r + 1.0).backward()
+            assert len(asked) == {batches} and sum(map(len, asked)) == 7, asked
+            finish(opt)
+            for i, p in enumerate(net.layers):
+                assert (p == -(step + 1) * (i + 1) * (n + 1) / 2).all(), (step, i, p)
+            opt.zero_grad(set_to_none=False)
+        bps.shutdown()
+    """, pretend, *SHAPES[shape], env={"BYTEPS_PARTITION_BYTES": 65536})
+
+
+def test_gradients_that_cannot_go_together_go_all_the_same(pretend: Path) -> None:
+    """Of two streams, laid out in another way, sharing memory, unused on one worker or on all, and after a pass that has failed."""
+    run(TORCH, """
+        net = Net()
+        opt = optimizer(net)
+        a, b = net.layers[0], net.layers[1]
+        for step in range(3):
+            asked.clear()
+            stream[0] = main
+            def turn(_):
+                stream[0] = cuda.stream()
+            hook = net.layers[3].register_post_accumulate_grad_hook(turn)
+            net(r + 1.0, skip=(5, 6) if r else (6,)).backward()
+            hook.remove()
+            finish(opt)
+            assert len(asked) >= 2
+            for i, p in enumerate(net.layers):
+                want = 0 if i == 6 else 6 * 1.0 / 2 if i == 5 else (i + 1) * 1.5
+                assert (p == -(step + 1) * want).all(), (step, i, p)
+            assert net.layers[6].grad is None
+            opt.zero_grad(set_to_none=False)
+
+        class Fails(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+            @staticmethod
+            def backward(ctx, g):
+                raise ValueError("on purpose")
+        stream[0] = main
+        before = [p.detach().clone() for p in net.layers]
+        try:
+            (net(1.0) + Fails.apply(net.layers[0]).sum()).backward()
+        except ValueError:
+            opt.zero_grad(set_to_none=False)        # on all workers: what is under way ends, and is thrown away
+        net(r + 1.0).backward()
+        finish(opt)
+        for i, p in enumerate(net.layers):
+            assert (p == before[i] - (i + 1) * 1.5).all(), (i, p)
+        bps.shutdown()
+    """, pretend, 1, 2, 0)
+
+
+def test_a_gradient_that_cannot_begin_fails_backward_and_the_step(pretend: Path) -> None:
+    run(TORCH, """
+        net = Net()
+        opt = optimizer(net)
+        for step in range(2):
+            cuda.capture(main)
+            for act in (lambda: net(1.0).backward(), opt.synchronize):
+                try:
+                    act()
+                except ConfigError as e:
+                    assert "is being captured into a CUDA graph" in str(e), e
+                else:
+                    raise AssertionError(f"no error from {act} in step {step}: {asked}")
+            cuda.capture(main, False)
+            opt.zero_grad(set_to_none=False)
+            net(r + 1.0).backward()
+            finish(opt)
+            assert (net.layers[0] == -(step + 1) * 1.5).all()
+            opt.zero_grad(set_to_none=False)
+        bps.shutdown()
+    """, pretend, 1, 2, 0)
+
+
+def test_frozen_on_one_worker_is_told_everywhere(pretend: Path) -> None:
+    """Who has all gradients does not wait for the others' word, and hears in its next step."""
+    out = run(TORCH, """
+        net = Net()
+        opt = optimizer(net)
+        told = []
+        for step in range(4):
+            net.layers[2].requires_grad_(not (r == 1 and step == 1))
+            net(r + 1.0).backward()
+            try:
+                finish(opt)
+            except bpsx.MismatchError as e:
+                assert "'layers.2' is trained on 1 workers and frozen (requires_grad=False) on 1" in str(e), e
+                told.append(step)
+            opt.zero_grad(set_to_none=False)
+        report(told)
+        bps.shutdown()
+    """, pretend, 1, 2, 0)
+    assert out == [[[2]], [[1]]], out
