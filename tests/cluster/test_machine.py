@@ -18,7 +18,7 @@ from cluster.test_sums import DTYPES, SUMS, sizes
 from jobs import Job, run
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     shape=st.sampled_from([(1, 2, 0), (1, 3, 0), (1, 2, 1), (2, 2, 1), (2, 3, 2), (3, 2, 1)]),
     partition_bytes=st.sampled_from([4096, 20_000, 4_096_000]),

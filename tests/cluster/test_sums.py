@@ -51,7 +51,7 @@ DTYPES = ["float16", "bfloat16", "float32", "float64", "uint8", "int8", "int32",
 sizes = st.one_of(st.sampled_from([0, 1, 2, 3, 1023, 1024, 1025, 8192, 8193]), st.integers(0, 200_000))
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     workers=st.integers(1, 4), servers=st.integers(1, 3), partition_bytes=st.sampled_from([4096, 4097, 20_000, 4_096_000]),
     lanes=st.integers(1, 2), fixed_order=st.booleans(), scheduled=st.booleans(), credit=st.sampled_from([0, 1, 4]),
