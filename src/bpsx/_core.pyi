@@ -73,9 +73,10 @@ class Core:
         """Hand a prepared handle to the driver."""
     def submit_all(
         self, items: Sequence[tuple[str, Any, int]], tensors: Sequence[Tensor | None], divisor: int, on: tuple[Gpu, Callable[[], int], Moment | None],
-    ) -> list[Handle | None]:
-        """As :meth:`submit` of each of ``items`` (:class:`bpsx.devices.Item`), in place and at once. None instead of a handle where there is None
-        in ``tensors``."""
+        begun: list[Any],
+    ) -> None:
+        """As :meth:`submit` of each of ``items`` (:class:`bpsx.devices.Item`), in place and at once, but for those with None in ``tensors``. Handles
+        go to their places in ``begun``."""
     def copy_through(self, handle: Handle, nbytes: int) -> None:
         """What a push_pull is with a single worker: input to output, done."""
     def end(self, handle: Handle, status: int, detail: str | None) -> None:

@@ -210,10 +210,10 @@ cdef class Core:
             with nogil:
                 submit(&self.c, &handle.task, &handle.task, 1, will_wait)
 
-    def submit_all(self, list items, list tensors, uint32_t divisor, on) -> list:
-        """As :meth:`submit` of each of ``items`` (:class:`bpsx.devices.Item`), in place and at once, with one moment ``on`` the GPU for all. None
-        instead of a handle where there is None in ``tensors``. Their memory is freed in the order of streams, and is let go when the stream that
-        made it has met the end. Handles have no result."""
+    def submit_all(self, list items, list tensors, uint32_t divisor, on, list begun) -> None:
+        """As :meth:`submit` of each of ``items`` (:class:`bpsx.devices.Item`), in place and at once, with one moment ``on`` the GPU for all but
+        those with None in ``tensors``. Their memory is freed in the order of streams, and is let go when the stream that made it has met the end.
+        Handles go to their places in ``begun``, before anything can interrupt the caller; they have no result."""
         cdef Handle handle
         cdef Tensor tensor
         cdef Task *first = NULL
@@ -229,6 +229,7 @@ cdef class Core:
                 handle.task.input = handle.task.output = <char *><uintptr_t>view.address
                 self._put_handle_on(handle, on)
             made.append(handle)
+        begun[:] = made
         for handle, tensor in zip(made, tensors):
             if handle is not None and self._join(handle, tensor):
                 if n == 0:
@@ -240,7 +241,6 @@ cdef class Core:
         if n:
             with nogil:
                 submit(&self.c, first, last, n, False)
-        return made
 
     cdef bint _join(self, Handle handle, Tensor tensor) except -1:
         """A handle gets its tensor. False if that has failed, and the handle has ended."""
@@ -458,5 +458,5 @@ cdef class Core:
             detail = self.gpu.failure or None
         if detail is None:
             detail = errors.explain(status, handle.name, handle.task.detail_a, handle.task.detail_b,
-                                    "" if handle.tensor is None else handle.tensor.codec.decode())
+                                    "" if handle.tensor is None else handle.tensor.codec.decode(), handle.task.broadcast)
         return errors.from_status(status, detail)

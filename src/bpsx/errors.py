@@ -95,8 +95,9 @@ def from_status(status: int, detail: str = "") -> BpsxError:
     return kind(detail or text)
 
 
-def explain(status: int, name: str, rank_a: int, rank_b: int, codec: str = "") -> str:
-    """What a failed round of tensor ``name`` means; the ranks come with the server's refusal. ``codec``: how it is compressed."""
+def explain(status: int, name: str, rank_a: int, rank_b: int, codec: str = "", broadcast: bool = True) -> str:
+    """What a failed round of tensor ``name`` means; the ranks come with the server's refusal. ``codec``: how it is compressed; ``broadcast``: whether
+    the round was one."""
     kind, text = STATUS[status]
     if kind is MismatchError:
         return (f"tensor {name!r}: workers {rank_a} and {rank_b} asked for different operations in the same round "
@@ -109,6 +110,9 @@ def explain(status: int, name: str, rank_a: int, rank_b: int, codec: str = "") -
     if kind is PeerLeftError:
         return (f"tensor {name!r}: worker {rank_a} has left the job without pushing it, so it can never be complete "
                 "(whose batches run out earlier calls join(): docs/uneven-and-elastic.md)")
+    if kind is JoinedError and not broadcast:
+        return (f"tensor {name!r}: so many workers of worker {rank_a}'s machine have called join() that in no place of its PCIe switches "
+                "(BYTEPS_PCIE_SWITCH_SIZE) there is a GPU left in each, and sums begin there; leave the GPUs in one group, or end together")
     if kind is JoinedError:
         return f"tensor {name!r}: its root, worker {rank_a}, has called join() and broadcasts nothing until all workers have"
     return f"tensor {name!r}: {text}" if name else text

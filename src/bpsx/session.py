@@ -309,17 +309,19 @@ class Session:
             (target.address, target.nbytes), divisor=self.size if average else 1, priority=priority, will_wait=will_wait, rate=rate,
             owner=(source.owner, target.owner), result=result, on=place)
 
-    def push_pull_all(self, items: list[Item], stream: int, *, average: bool) -> list[Handle | Exception]:
+    def push_pull_all(self, items: list[Item], stream: int, begun: list[Handle | Exception | None], *, average: bool) -> None:
         """As :meth:`push_pull` of each, in place, all on this process's GPU and made by one of CUDA's streams: for many, at a fraction of its costs.
 
-        Names differ. Begins those that it can; in the place of another is what :meth:`push_pull` would raise. Raises what concerns them all, with
-        none begun.
+        Begins those that it can, and puts their handles into their places in ``begun``, which is as long as ``items``; in the place of another is
+        what :meth:`push_pull` would raise. Raises what concerns them all, with none begun.
         """
         on = self.devices.place(items[0].name, items[0].view, items[0].view, stream)
         assert on is not None
         divisor = self.size if average else 1
-        begun = self._core.submit_all(items, self._known(items), divisor, on)
-        return [handle or self._begin(item, divisor, on) for item, handle in zip(items, begun)]
+        self._core.submit_all(items, self._known(items), divisor, on, begun)
+        for i, item in enumerate(items):
+            if begun[i] is None:
+                begun[i] = self._begin(item, divisor, on)
 
     def _known(self, items: Sequence[Item]) -> list[Tensor | None]:
         """What the core knows of those that need no word of ours."""

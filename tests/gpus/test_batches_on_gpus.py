@@ -17,7 +17,9 @@ BATCH = """
 from bpsx._adapter import Item
 
 def begin(arrays, average=False, stream=None):
-    return api.session().push_pull_all([Item(name, view(a), 0) for name, a in arrays.items()], main if stream is None else stream, average=average)
+    begun = [None] * len(arrays)
+    api.session().push_pull_all([Item(name, view(a), 0) for name, a in arrays.items()], main if stream is None else stream, begun, average=average)
+    return begun
 """
 
 
@@ -56,6 +58,31 @@ bpsx.shutdown()
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sums(shape: str, pretend: Path) -> None:
     gpu_run(SUMS, pretend, *SHAPES[shape], env={"DTYPES": str(DTYPES).replace("'", '"'), "BYTEPS_PARTITION_BYTES": 65536})
+
+
+def test_averages_of_integers_that_are_added_in_groups(pretend: Path) -> None:
+    """NCCL queues a group's sums at the group's end: what divides them has to come after that."""
+    run(BATCH, """
+        bpsx.init()
+        r, n = bpsx.rank(), bpsx.size()
+        push_pull("first", PretendArray(np.ones(10, np.float32), main)).wait(20)
+        gpu = api.session().devices._gpu
+        for code, name in ((7, "int32"), (8, "int64")):
+            gpu.take_divider(code, cuda.kernel(f"pretend_divide_{name}"), 64)
+        for step in range(3):
+            names = [f"{dtype} {i}" for dtype in ("int32", "float32", "int64") for i in range(5)]
+            own = {name: [draw(name.split()[0], 20_000, w, step) for w in range(n)] for name in names}
+            arrays = {name: PretendArray(own[name][r], main) for name in names}
+            with held(main):
+                handles = begin(arrays, average=True)
+            for h in handles:
+                h.wait(20)
+            cuda.sync(main)
+            for name in names:
+                assert near(arrays[name].get(), own[name], True), (step, name)
+        assert max(cuda.groups()) > 1, cuda.groups()
+        bpsx.shutdown()
+    """, pretend, 1, 2, 0)
 
 
 def test_a_stream_that_has_met_a_later_end_need_not_meet_an_earlier_one_and_others_do(pretend: Path) -> None:
@@ -195,75 +222,82 @@ def test_gradients_go_together(shape: str, most: int, batches: int, pretend: Pat
     """, pretend, *SHAPES[shape], env={"BYTEPS_PARTITION_BYTES": 65536})
 
 
+ODD = """
+net = Net()
+opt = optimizer(net)
+for step in range(3):
+    asked.clear()
+    stream[0] = main
+    def turn(_):
+        stream[0] = cuda.stream()
+    hook = net.layers[3].register_post_accumulate_grad_hook(turn)
+    net(r + 1.0, skip=(5, 6) if r else (6,)).backward()
+    hook.remove()
+    finish(opt)
+    assert len(asked) >= 2
+    for i, p in enumerate(net.layers):
+        want = 0 if i == 6 else 6 * 1.0 / 2 if i == 5 else (i + 1) * 1.5
+        assert (p == -(step + 1) * want).all(), (step, i, p)
+    assert net.layers[6].grad is None
+    opt.zero_grad(set_to_none=False)
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, g):
+        raise ValueError("on purpose")
+stream[0] = main
+before = [p.detach().clone() for p in net.layers]
+try:
+    (net(1.0) + Fails.apply(net.layers[0]).sum()).backward()
+except ValueError:
+    opt.zero_grad(set_to_none=False)        # on all workers: what is under way ends, and is thrown away
+net(r + 1.0).backward()
+finish(opt)
+for i, p in enumerate(net.layers):
+    assert (p == before[i] - (i + 1) * 1.5).all(), (i, p)
+"""
+
+CAPTURED = """
+# What cannot begin fails backward() and the step.
+before = [p.detach().clone() for p in net.layers]
+for step in range(2):
+    cuda.capture(main)
+    for act in (lambda: net(1.0).backward(), opt.synchronize):
+        try:
+            act()
+        except ConfigError as e:
+            assert "is being captured into a CUDA graph" in str(e), e
+        else:
+            raise AssertionError(f"no error from {act} in step {step}: {asked}")
+    cuda.capture(main, False)
+    opt.zero_grad(set_to_none=False)
+    net(r + 1.0).backward()
+    finish(opt)
+    assert (net.layers[0] == before[0] - (step + 1) * 1.5).all()
+    opt.zero_grad(set_to_none=False)
+"""
+
+FROZEN = """
+# Who has all gradients does not wait for the others' word that one is frozen there, and hears in the next step.
+told = []
+for step in range(4):
+    net.layers[2].requires_grad_(not (r == 1 and step == 1))
+    net(r + 1.0).backward()
+    try:
+        finish(opt)
+    except bpsx.MismatchError as e:
+        assert "'layers.2' is trained on 1 workers and frozen (requires_grad=False) on 1" in str(e), e
+        told.append(step)
+    opt.zero_grad(set_to_none=False)
+report(told)
+bps.shutdown()
+"""
+
+
 def test_gradients_that_cannot_go_together_go_all_the_same(pretend: Path) -> None:
     """Of two streams, unused on one worker or on all, after a pass that has failed, while a stream is captured, frozen on one worker."""
-    out = run(TORCH, """
-        net = Net()
-        opt = optimizer(net)
-        for step in range(3):
-            asked.clear()
-            stream[0] = main
-            def turn(_):
-                stream[0] = cuda.stream()
-            hook = net.layers[3].register_post_accumulate_grad_hook(turn)
-            net(r + 1.0, skip=(5, 6) if r else (6,)).backward()
-            hook.remove()
-            finish(opt)
-            assert len(asked) >= 2
-            for i, p in enumerate(net.layers):
-                want = 0 if i == 6 else 6 * 1.0 / 2 if i == 5 else (i + 1) * 1.5
-                assert (p == -(step + 1) * want).all(), (step, i, p)
-            assert net.layers[6].grad is None
-            opt.zero_grad(set_to_none=False)
-
-        class Fails(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                return x.clone()
-            @staticmethod
-            def backward(ctx, g):
-                raise ValueError("on purpose")
-        stream[0] = main
-        before = [p.detach().clone() for p in net.layers]
-        try:
-            (net(1.0) + Fails.apply(net.layers[0]).sum()).backward()
-        except ValueError:
-            opt.zero_grad(set_to_none=False)        # on all workers: what is under way ends, and is thrown away
-        net(r + 1.0).backward()
-        finish(opt)
-        for i, p in enumerate(net.layers):
-            assert (p == before[i] - (i + 1) * 1.5).all(), (i, p)
-
-        # What cannot begin fails backward() and the step.
-        before = [p.detach().clone() for p in net.layers]
-        for step in range(2):
-            cuda.capture(main)
-            for act in (lambda: net(1.0).backward(), opt.synchronize):
-                try:
-                    act()
-                except ConfigError as e:
-                    assert "is being captured into a CUDA graph" in str(e), e
-                else:
-                    raise AssertionError(f"no error from {act} in step {step}: {asked}")
-            cuda.capture(main, False)
-            opt.zero_grad(set_to_none=False)
-            net(r + 1.0).backward()
-            finish(opt)
-            assert (net.layers[0] == before[0] - (step + 1) * 1.5).all()
-            opt.zero_grad(set_to_none=False)
-
-        # Who has all gradients does not wait for the others' word that one is frozen there, and hears in the next step.
-        told = []
-        for step in range(4):
-            net.layers[2].requires_grad_(not (r == 1 and step == 1))
-            net(r + 1.0).backward()
-            try:
-                finish(opt)
-            except bpsx.MismatchError as e:
-                assert "'layers.2' is trained on 1 workers and frozen (requires_grad=False) on 1" in str(e), e
-                told.append(step)
-            opt.zero_grad(set_to_none=False)
-        report(told)
-        bps.shutdown()
-    """, pretend, 1, 2, 0)
+    out = gpu_run(TORCH + ODD + CAPTURED + FROZEN, pretend, 1, 2, 0)
     assert out == [[[2]], [[1]]], out

@@ -26,6 +26,13 @@ def test_what_a_script_does_wrong_is_refused_by_name(pretend: Path) -> None:
             text = refused(ask_for)
             assert text.startswith("ConfigError: ") and "CUDA graph" in text and ("'x'" in text or "'new'" in text), text
         push_pull("x", x, stream=second).wait(20)       # another one may be captured meanwhile
+        where = [second]
+        moving = view(x)._replace(streams=lambda: where[0])
+        handle = api.session().push_pull("x", moving, moving, average=False)
+        where[0] = main
+        assert "is waited for on a stream that is being captured into a CUDA graph" in ask(handle)
+        where[0] = second
+        handle.wait(20)
         cuda.capture(main, False)
         text = refused(lambda: api.session().push_pull("two", view(x, gpu=1), view(x, gpu=1), average=False))
         assert text.startswith("ConfigError: 'two'") and "GPU 1" in text and "GPU 0" in text, text

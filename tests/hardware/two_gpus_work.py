@@ -98,6 +98,22 @@ def sums(device: torch.device) -> list[str]:
                 got = bps.push_pull(x, average=average, name=f"{dtype}.{size}")
                 if not bool(torch.all((got.double() - want).abs() <= (0.02 if dtype.itemsize == 2 else 1e-6))):
                     wrong.append(f"{dtype} {size} average={average}: {got[:3].tolist()} instead of {want}")
+    return wrong + averages_under_way_together(device)
+
+
+def averages_under_way_together(device: torch.device) -> list[str]:
+    """What is wrong in averages that NCCL may put into one group, of integers, which are divided after it, and floats."""
+    r, n = bps.rank(), bps.size()
+    wrong = []
+    for k in range(10):
+        tensors = {f"{dtype}.{i}": torch.full((100_000 + i,), 7 * r + i + k - 20, dtype=dtype, device=device)
+                   for dtype in (torch.int32, torch.float32, torch.int64) for i in range(8)}
+        handles = {name: bps.push_pull_async(x, average=True, name=f"together.{name}") for name, x in tensors.items()}
+        for name, x in tensors.items():
+            want = sum(7 * w + int(name[-1]) + k - 20 for w in range(n)) / n
+            got = bps.synchronize(handles[name])
+            if not bool(torch.all((got.double() - (want if x.is_floating_point() else want // 1)).abs() <= 1e-5)):
+                wrong.append(f"{name} in round {k}: {got[:3].tolist()} instead of {want}")
     return wrong
 
 

@@ -40,6 +40,7 @@ def test_an_explanation_names_the_tensor(status):
 
 
 def test_an_explanation_names_the_ranks_where_it_knows_them():
+    assert "its root, worker 2" in errors.explain(-9, "w", 2, 2) and "BYTEPS_PCIE_SWITCH_SIZE" in errors.explain(-9, "w", 2, 2, broadcast=False)
     assert "workers 2 and 5" in errors.explain(-2, "w", 2, 5) and "worker 2 has left the job" in errors.explain(-3, "w", 2, 0)
 
 

@@ -232,6 +232,12 @@ cdef inline bint means_this(Core *c, Partition *p, const Post *order) noexcept n
     return p.tensor.stages[p.stage] == wanted
 
 
+cdef inline int end_group(Device *d, int rc) noexcept nogil:
+    """Close what begin_group has opened, whatever has failed in it: the depth is the thread's, which may be the user's. The first error, or 0."""
+    cdef int end = d.end_group(d.self)
+    return rc if rc != 0 else end
+
+
 cdef inline int reduce_parts(Core *c, const Post *o, char *give, char *get) noexcept nogil:
     """Queue the collective about shares. 0, or an error."""
     cdef Machine *m = c.machine
@@ -248,11 +254,12 @@ cdef inline int reduce_parts(Core *c, const Post *o, char *give, char *get) noex
     if o.group_owner != EVERYBODY:
         return d.collect(d.self, REDUCE_TO, give, get, n, o.dtype, o.reduction, o.group_owner, stream)
     rc = d.begin_group(d.self)
-    if rc == 0:
-        rc = d.collect(d.self, REDUCE_SCATTER, give, get + (m.me % m.group_size) * each * item, each, o.dtype, o.reduction, 0, stream)
+    if rc != 0:
+        return rc
+    rc = d.collect(d.self, REDUCE_SCATTER, give, get + (m.me % m.group_size) * each * item, each, o.dtype, o.reduction, 0, stream)
     if rc == 0 and rest:
         rc = d.collect(d.self, REDUCE_TO, give + (n - rest) * item, get + (n - rest) * item, rest, o.dtype, o.reduction, m.group_size - 1, stream)
-    return d.end_group(d.self) if rc == 0 else rc
+    return end_group(d, rc)
 
 
 cdef inline int gather_parts_of(Core *c, const Post *o, char *at) noexcept nogil:
@@ -266,11 +273,12 @@ cdef inline int gather_parts_of(Core *c, const Post *o, char *at) noexcept nogil
     if o.group_owner != EVERYBODY:
         return d.collect(d.self, BROADCAST_FROM, at, at, o.nbytes, 5, 0, o.group_owner, stream)
     rc = d.begin_group(d.self)
-    if rc == 0:
-        rc = d.collect(d.self, ALL_GATHER, at + own, at, each * item, 5, 0, 0, stream)
+    if rc != 0:
+        return rc
+    rc = d.collect(d.self, ALL_GATHER, at + own, at, each * item, 5, 0, 0, stream)
     if rc == 0 and rest:
         rc = d.collect(d.self, BROADCAST_FROM, at + (n - rest) * item, at + (n - rest) * item, rest * item, 5, 0, m.group_size - 1, stream)
-    return d.end_group(d.self) if rc == 0 else rc
+    return end_group(d, rc)
 
 
 cdef inline int launch(Core *c, Partition *p, const Post *order) noexcept nogil:
@@ -294,11 +302,16 @@ cdef inline int launch(Core *c, Partition *p, const Post *order) noexcept nogil:
         rc = d.wait(d.self, d.streams[BETWEEN], task.ready)
     if order.flags & GATHERS and rc == 0:
         return gather_parts_of(c, order, get)
-    if rc == 0:
-        rc = reduce_parts(c, order, give, get)
-    if rc == 0 and task != NULL and c.machine.alone and order.reduction == SUM and not task.broadcast and task.divisor > 1:
-        rc = d.divide(d.self, get, order.nbytes // item_bytes(order.dtype), order.dtype, task.divisor, d.streams[BETWEEN])
-    return rc
+    return reduce_parts(c, order, give, get) if rc == 0 else rc
+
+
+cdef inline int divide_sum(Core *c, Partition *p, const Post *order) noexcept nogil:
+    """The average of integers, of the sum that NCCL has been asked for: after its group, which is queued at its end. 0, or an error."""
+    cdef Device *d = c.device
+    cdef Task *task = p.tensor.current
+    if not c.machine.alone or order.reduction != SUM or task.broadcast or task.divisor <= 1 or order.nbytes == 0:
+        return 0
+    return d.divide(d.self, task.output + p.offset, order.nbytes // item_bytes(order.dtype), order.dtype, task.divisor, d.streams[BETWEEN])
 
 
 cdef inline void take_part(Core *c, Partition *p, const Post *order) noexcept nogil:
@@ -352,13 +365,17 @@ cdef inline void carry_out(Core *c, uint32_t n) noexcept nogil:
     cdef Partition *p
     cdef uint32_t i
     cdef int rc = d.begin_group(d.self) if n > 1 else 0
+    cdef bint grouped = n > 1 and rc == 0
     for i in range(n):
         p = partition_of(c.machine, c.gpu.orders[i].key)
         c.gpu.orders[i].takes_part = means_this(c, p, &c.gpu.orders[i])
         if rc == 0:
             rc = launch(c, p if c.gpu.orders[i].takes_part else NULL, &c.gpu.orders[i])
-    if n > 1 and rc == 0:
-        rc = d.end_group(d.self)
+    if grouped:
+        rc = end_group(d, rc)
+    for i in range(n):
+        if rc == 0 and c.gpu.orders[i].takes_part:
+            rc = divide_sum(c, partition_of(c.machine, c.gpu.orders[i].key), &c.gpu.orders[i])
     if rc != 0:
         give_up(c, E_DEVICE)
         return

@@ -50,7 +50,8 @@ class Gpu:
     def record(self, event: int, stream: int) -> None:
         """The event comes when all that ``stream`` has queued so far is over."""
     def wait(self, stream: int, event: int) -> None:
-        """What ``stream`` queues from now on comes after the event. The caller does not wait."""
+        """What ``stream`` queues from now on comes after the event. The caller does not wait. Raises :class:`~bpsx.errors.ConfigError` if it is being
+        captured into a CUDA graph."""
     def come(self, event: int) -> bool:
         """Whether an event has come."""
     @property

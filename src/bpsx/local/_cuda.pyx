@@ -15,8 +15,8 @@ from libc.string cimport memcpy, memset
 from bpsx.core.device cimport DOWN, N_STREAMS, Device
 from bpsx.core.sync cimport atomic_store
 from bpsx.local.cuda cimport (
-    ID_BYTES, NO_TIMING, NON_BLOCKING, NOT_READY, State, UniqueId, abort, always, begin_group, broken, collect, copy, divide, drop_event, end_group, enter,
-    enter_nothing, fill, host_memory, init_with, leave, leave_nothing, new_event, pin, query, record, room, wait, warm,
+    ID_BYTES, NO_TIMING, NON_BLOCKING, NOT_READY, State, UniqueId, abort, always, begin_group, broken, collect, copy, divide, drop_event, end_group,
+    enter, enter_nothing, fill, host_memory, init_with, leave, leave_nothing, new_event, pin, query, record, room, wait, warm,
 )
 
 from bpsx.errors import ConfigError, DeviceError
@@ -219,9 +219,16 @@ cdef class Gpu:
         self._check("cuEventRecord", rc)
 
     def wait(self, uintptr_t stream, uintptr_t event) -> None:
-        """What ``stream`` queues from now on comes after the event. The caller does not wait."""
-        cdef int token = self._enter(), rc = self.state.driver.stream_wait(<void *>stream, <void *>event, 0)
+        """What ``stream`` queues from now on comes after the event. The caller does not wait. Raises :class:`~bpsx.errors.ConfigError` if it is being
+        captured into a CUDA graph."""
+        cdef int capturing = 0, token = self._enter()
+        cdef int rc = self.state.driver.stream_capturing(<void *>stream, &capturing)
+        if rc == 0 and not capturing:
+            rc = self.state.driver.stream_wait(<void *>stream, <void *>event, 0)
         leave(&self.state, token)
+        if capturing:
+            raise ConfigError("a sum is waited for on a stream that is being captured into a CUDA graph, which cannot hold an exchange with other "
+                              "processes: wait for it before the capture")
         self._check("cuStreamWaitEvent", rc)
 
     @property

@@ -22,24 +22,30 @@ def version(tensor: torch.Tensor) -> int | None:
     """How often ``tensor``, or another one in the same memory, has been written to; None if nobody counts."""
 
 class Pushed:
-    """A gradient under way: ``gradient`` is what the average goes into, ``ctx`` the compressor's. It may have to wait for others of a ``batch``."""
+    """A gradient under way: ``gradient`` is what the average goes into, ``ctx`` the compressor's. It may have to wait for others of a ``batch``.
 
-    def __init__(self, gradient: torch.Tensor, ctx: Any, batch: Batch | None = None) -> None: ...
+    ``own``: nothing else is in its memory, and so it may travel as it lies, and a write to it from now on until the wait is noticed. ``plain``: the
+    tensor that has the sum then, if it is not the handle that gives it.
+    """
+
+    def __init__(
+        self, gradient: torch.Tensor, ctx: Any, own: bool, handle: Any = None, plain: torch.Tensor | None = None, batch: Batch | None = None,
+    ) -> None: ...
     @property
     def gradient(self) -> torch.Tensor: ...
     @property
     def ctx(self) -> Any: ...
     @property
-    def own(self) -> bool:
-        """Whether nothing else is in the gradient's memory: it may travel as it lies, and a write to it meanwhile is noticed."""
+    def own(self) -> bool: ...
     @property
     def written(self) -> bool:
-        """Whether there was one. After :meth:`wait`."""
+        """Whether there was such a write. After :meth:`wait`."""
     @property
     def in_batch(self) -> bool:
         """Whether it goes with others on a GPU."""
-    def begin(self, handle: Any, own: bool, plain: torch.Tensor | None = None) -> None:
-        """``own``: see there. ``plain``: the tensor that has the sum then, if it is not the handle that gives it."""
+    @property
+    def failed(self) -> bool:
+        """Whether it could not begin."""
     def done(self) -> bool:
         """Whether it has ended, well or not. Does not block."""
     def wait(self) -> torch.Tensor:
@@ -55,18 +61,18 @@ class Failed:
 class Batch:
     """What one optimizer's hooks have been given and have not begun yet. Thread-safe.
 
-    ``begin``: of items made by a stream, in place, gives handles or exceptions in their order; ``begin_alone``: of a gradient and its name gives a
-    :class:`Pushed`; ``worth``: gives how many bytes are worth beginning.
+    ``begin``: of items made by a stream, in place, puts handles or exceptions into a list of their length; ``begin_alone``: of a gradient and its
+    name gives a :class:`Pushed`; ``worth``: gives how many bytes are worth beginning.
     """
 
     #: Hooks may leave out what they check otherwise: see :meth:`bpsx.torch.exchange.Exchange.accumulated`.
     quick: bool
     def __init__(
-        self, begin: Callable[[list[Item], int], list[Handle | Exception]], begin_alone: Callable[[torch.Tensor, Any], Pushed],
+        self, begin: Callable[[list[Item], int, list[Handle | Exception | None]], None], begin_alone: Callable[[torch.Tensor, Any], Pushed],
         worth: Callable[[], int],
     ) -> None: ...
     def add(self, gradient: torch.Tensor, named: Any) -> Pushed:
-        """Sum a gradient on the GPU. ``named``: see :class:`bpsx.torch.batch.Named`. Raises as :meth:`submit`."""
+        """Sum a gradient on the GPU. ``named``: see :class:`bpsx.torch.batch.Named`. Raises why one cannot begin that has to alone."""
     def submit(self) -> None:
         """Begin what there is. Raises the first failure; whoever waits for that gradient is told, too."""
 

@@ -45,30 +45,31 @@ def version(tensor) -> int | None:
 
 
 cdef class Pushed:
-    """A gradient under way: ``gradient`` is what the average goes into, ``ctx`` the compressor's. It may have to wait for others of a ``batch``."""
+    """A gradient under way: ``gradient`` is what the average goes into, ``ctx`` the compressor's. It may have to wait for others of a ``batch``.
+
+    ``own``: nothing else is in its memory, and so it may travel as it lies, and a write to it from now on until the wait is noticed. ``plain``: the
+    tensor that has the sum then, if it is not the handle that gives it.
+    """
     cdef readonly object gradient, ctx
-    cdef readonly bint own          # nothing else is in the gradient's memory: it may travel as it lies, and a write to it meanwhile is noticed
-    cdef readonly bint written      # ... which is known after the wait
+    cdef readonly bint own
+    cdef readonly bint written      # known after the wait
     cdef Batch batch
     cdef object handle, plain, version
     cdef bint waited
 
-    def __init__(self, gradient, ctx, Batch batch=None) -> None:
-        self.gradient, self.ctx, self.batch, self.own = gradient, ctx, batch, True
+    def __init__(self, gradient, ctx, bint own, handle=None, plain=None, Batch batch=None) -> None:
+        self.gradient, self.ctx, self.own, self.handle, self.plain, self.batch = gradient, ctx, own, handle, plain, batch
+        self.version = version(gradient) if own else None
 
     @property
     def in_batch(self) -> bool:
         """Whether it goes with others on a GPU."""
         return self.batch is not None
 
-    def begin(self, handle, bint own, plain=None) -> None:
-        """``own``: see there. ``plain``: the tensor that has the sum then, if it is not the handle that gives it."""
-        self.handle, self.own, self.plain = handle, own, plain
-        self.version = version(self.gradient) if own else None
-
-    cdef begin_as(self, Pushed other):
-        """It has begun as another one of the same gradient."""
-        self.handle, self.plain, self.own, self.version = other.handle, other.plain, other.own, other.version
+    @property
+    def failed(self) -> bool:
+        """Whether it could not begin."""
+        return isinstance(self.handle, Failed)
 
     cdef handle_now(self):
         if self.handle is None:
@@ -116,72 +117,76 @@ cdef class Batch:
     cdef long long nbytes, most
 
     def __init__(self, begin, begin_alone, worth) -> None:
-        """``begin``: of items made by a stream, in place, gives handles or exceptions in their order; ``begin_alone``: of a gradient and its name
-        gives a :class:`Pushed`; ``worth``: gives how many bytes are worth beginning."""
+        """``begin``: of items made by a stream, in place, puts handles or exceptions into a list of their length; ``begin_alone``: of a gradient and
+        its name gives a :class:`Pushed`; ``worth``: gives how many bytes are worth beginning."""
         self.begin, self.begin_alone, self.worth = eager(begin), eager(begin_alone), eager(worth)
         self.lock, self.waiting, self.device = threading.RLock(), [], -2
 
     def add(self, gradient, named) -> Pushed:
-        """Sum a gradient on the GPU. Raises as :meth:`submit`."""
-        cdef Pushed pushed = Pushed(gradient, None, self)
+        """Sum a gradient on the GPU: at once, on the current stream, if it has to be laid out in another way or shares its memory. Raises why that
+        cannot begin; what cannot begin with others is told by the wait."""
+        cdef Pushed pushed
         cdef int device = gradient.get_device()
         with self.lock:
             if device != self.device:
-                self.submit()
+                self.submit_quietly()
                 self.device, self.streams = device, streams_of(device)
+            view = self.plain_view(gradient)
+            if view is None:
+                return self.begin_alone(gradient, named)
+            pushed = Pushed(gradient, None, True, None, view.owner, self)
             stream = self.streams()
             if self.waiting and stream != self.stream:
-                self.submit()
+                self.submit_quietly()
             if not self.waiting:
                 self.open_for(stream)
-            self.waiting.append((pushed, named))
-            self.nbytes += <long long>gradient.nbytes
+            self.waiting.append((pushed, Item(named.wire, view, named.priority)))
+            self.nbytes += <long long>view.nbytes
             if self.nbytes >= self.most:
-                self.submit()
-        return pushed
+                self.submit_quietly()
+            return pushed
 
     cdef open_for(self, stream):
         self.stream, self.nbytes, self.most = stream, 0, self.worth()
         with contextlib.suppress(RuntimeError):         # no backward pass: who pushes like that waits, or says that it is all
             torch.autograd.Variable._execution_engine.queue_callback(self.submit)
 
+    cdef submit_quietly(self):
+        with contextlib.suppress(Exception):
+            self.submit()
+
     def submit(self) -> None:
         """Begin what there is. Raises the first failure; whoever waits for that gradient is told, too."""
-        cdef Pushed pushed
-        failures = []
+        failure = None
         with self.lock:
             waiting, self.waiting = self.waiting, []
+            if waiting:
+                failure = self.begin_all(waiting)
+        if failure is not None:
             try:
-                self.begin_together(waiting, failures)
-                for pushed, named in waiting:
-                    if pushed.handle is None:
-                        self.begin_one(pushed, named, failures)
-            except BaseException:       # interrupted
-                self.waiting = [one for one in waiting if (<Pushed>one[0]).handle is None] + self.waiting
-                raise
-        if failures:
-            raise failures[0]
+                raise failure
+            finally:
+                del failure     # which knows this frame
 
-    cdef begin_together(self, list waiting, list failures):
-        """Begin plain gradients, which nothing else shares."""
+    cdef begin_all(self, list waiting):
+        """Begin them. Returns a failure."""
         cdef Pushed pushed
-        items, chosen = [], []
-        for pushed, named in waiting:
-            view = self.plain_view(pushed.gradient)
-            if view is not None:
-                items.append(Item(named.wire, view, named.priority))
-                chosen.append(pushed)
-        if not items:
-            return
+        cdef list begun = [None] * len(waiting)
+        failure = None
         try:
-            begun = self.begin(items, self.stream)
+            self.begin([item for _, item in waiting], self.stream, begun)
         except Exception as e:
-            begun = [e.with_traceback(None)] * len(items)
-        for pushed, item, handle in zip(chosen, items, begun):
-            if isinstance(handle, Exception):
-                failures.append(copy(handle))
-                handle = Failed(handle)
-            pushed.begin(handle, True, item.view.owner)
+            begun = [e.with_traceback(None)] * len(waiting)
+        finally:        # also if it is interrupted: what has begun has, and the rest waits on
+            for one, handle in zip(waiting, begun):
+                pushed = one[0]
+                if handle is None:
+                    self.waiting.append(one)
+                elif isinstance(handle, Exception):
+                    pushed.handle, failure = Failed(handle), copy(handle)
+                else:
+                    pushed.handle = handle
+        return failure
 
     cdef plain_view(self, gradient):
         """A gradient that can be summed as it lies, or None."""
@@ -191,13 +196,6 @@ cdef class Batch:
             return None
         own = gradient.detach()             # `grad.data` may be set to other memory meanwhile
         return TensorView(own.data_ptr(), gradient.nbytes, dtype, gradient.shape, own, self.device, self.streams)
-
-    cdef begin_one(self, Pushed pushed, named, list failures):
-        try:
-            pushed.begin_as(self.begin_alone(pushed.gradient, named))
-        except Exception as e:
-            pushed.begin(Failed(e), True)
-            failures.append(copy(e))
 
 
 cdef class Hook:

@@ -28,15 +28,13 @@ def push(gradient: torch.Tensor, named: Named, average: bool, compression: type[
     own = not is_shared(gradient)
     plain = gradient.detach()       # ours: `grad.data` may be set to other memory meanwhile
     wire, ctx = compression.compress(plain if own else plain.clone())
-    pushed = Pushed(gradient, ctx)
-    pushed.begin(submit(wire, wire, named.wire, average=average, priority=named.priority, rate=rate), own)
-    return pushed
+    return Pushed(gradient, ctx, own, submit(wire, wire, named.wire, average=average, priority=named.priority, rate=rate))
 
 
 def batch_of(average: bool) -> Batch:
     """For one optimizer. ``average``: whether gradients become averages, or sums."""
-    def begin(items: list[Item], stream: int) -> list[Handle | Exception]:
-        return _adapter.session().push_pull_all(items, stream, average=average)
+    def begin(items: list[Item], stream: int, begun: list[Handle | Exception | None]) -> None:
+        _adapter.session().push_pull_all(items, stream, begun, average=average)
 
     def begin_alone(gradient: torch.Tensor, named: Named) -> Pushed:
         return push(gradient, named, average)

@@ -232,7 +232,7 @@ class Exchange:
             if isinstance(managed.pushed, SparseSum):
                 self._heed(now)
                 managed.pushed.advance()
-        if all(isinstance(m.pushed, Pushed) and m.pushed.in_batch and not m.stands_in for m in ours) and not now.frozen:
+        if now.users is not None and all(isinstance(m.pushed, Pushed) and m.pushed.in_batch and not m.stands_in for m in ours) and not now.frozen:
             self._late, now.users = now.users, None
         for managed in ours:
             self._await(self._discard if discard else self._receive, managed, now)
@@ -249,14 +249,19 @@ class Exchange:
         """The round that an interruption has left open, or a new one, for which all workers agree on what travels how."""
         self._batch.quick = False
         if self._round is None:
-            failures = self._agree()
-            self._round = Round(failures + self._heed_late())
+            self._round = Round(self._agree())
+            self._round.failures += self._heed_late()
         return self._round
 
     def _push_missing(self, now: Round) -> None:
         """Push what hooks have not pushed, and begin to sum who has which gradients."""
         if now.pushed:
             return
+        with suppress(Exception):       # it goes again, and is told then
+            self._batch.submit()
+        for m in self._managed:
+            if isinstance(m.pushed, Pushed) and m.pushed.failed:
+                m.pushed = None
         missing = [m for m in self._managed if m.parameter.requires_grad and m.wanted and m.pushed is None]
         unsure = [m for m in missing if m.parameter.grad is None and m.name in self.choices]
         if not now.begun:
@@ -308,10 +313,11 @@ class Exchange:
     def _heed_late(self) -> list[Exception]:
         """The same for the step before, where this worker had all gradients and froze nothing, so that it had nothing to do. To wait for the count
         there would be to wait for the others, and gradients on GPUs come without. Returns what has gone wrong."""
-        users, self._late = self._late, None
+        users = self._late
         if users is None:
             return []
-        failure = ended(users)
+        failure = ended(users)      # interrupted, it is asked again
+        self._late = None
         if failure is not None:
             return [failure]
         if not users.differ:

@@ -127,6 +127,10 @@ class Driver:
         """From now on that memory is the current GPU's."""
         self._library.pretend_device_memory(ctypes.c_uint64(address), ctypes.c_size_t(size))
 
+    def kernel(self, name: str) -> int:
+        """A kernel's handle: ``pretend_divide_int32`` or ``pretend_divide_int64``."""
+        return int(ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value or 0)
+
     def forget(self, address: int) -> None:
         """It is no longer; what is queued may still use it."""
         self.call("pretend_forget_memory", address)
