@@ -45,7 +45,7 @@ def view(array: Any, what: str, moved: bool = False) -> GpuView:
     from bpsx.local._cuda import where
 
     if not hasattr(array, "__cuda_array_interface__"):
-        array = _cupy(what).from_dlpack(array)
+        array = _in_cupy(array, what)
     described = array.__cuda_array_interface__
     shape, dtype = tuple(described["shape"]), _dtype_of(array, described["typestr"])
     itemsize = np.dtype(described["typestr"]).itemsize if moved else dtype_named(dtype, what).itemsize
@@ -68,8 +68,7 @@ def output_for(array: Any, output: Any, what: str) -> Any:
     """Where the result goes: ``output``, or a new CuPy array. Raises :class:`~bpsx.errors.ConfigError` if CuPy is missing or ``output`` cannot be
     written to."""
     if output is None:
-        cupy = _cupy(what)
-        return cupy.empty_like(array if isinstance(array, cupy.ndarray) else cupy.asarray(array), order="C")
+        return _cupy(what).empty_like(_in_cupy(array, what), order="C")
     if hasattr(output, "__cuda_array_interface__") and output.__cuda_array_interface__["data"][1]:
         raise ConfigError(f"{what}: output must be writeable")
     return output
@@ -81,6 +80,14 @@ def contiguous(array: Any, what: str) -> Any:
     if described is None or described.get("strides") is None:
         return array
     return _cupy(what).ascontiguousarray(array)
+
+
+def _in_cupy(array: Any, what: str) -> Any:
+    """The same memory as CuPy's."""
+    cupy = _cupy(what)
+    if isinstance(array, cupy.ndarray):
+        return array
+    return cupy.asarray(array) if hasattr(array, "__cuda_array_interface__") else cupy.from_dlpack(array)
 
 
 def _cupy(what: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from bpsx.local._cuda import Gpu, Moment
     from bpsx.local.gpus import Meeting
 
+#: On the notice board (local/gpus.py) of a process that has joined.
+_RESTS = json.dumps({"error": "it has called join() before its first tensor on a GPU, and NCCL needs all GPUs of a machine to begin: use one on each "
+                              "process first"}).encode()
 #: NCCL is near its best rate with so many bytes of a step's gradients; what is more comes later for nothing.
 _BATCH = 25 << 20
 #: Collectives that go together at most, with servers and without.
@@ -115,6 +119,14 @@ class Devices:
             raise ConfigError(f"{name!r}: input is {source.shape}, output {target.shape}, both on a GPU: must be alike")
         if source.address != target.address and source.nbytes:
             place.gpu.copy(target.address, source.address, source.nbytes, place.streams())
+
+    def rest(self, joined: bool) -> None:
+        """This process has called join(), or takes part again: its machine is told. NCCL needs all GPUs of a machine once, to come together: who
+        waits for this one's, which has never been used, is told that too."""
+        self._near.rest(joined, self.core.look)
+        with self._lock:
+            if self._gpu is None and self._near.machine is not None:
+                self._near.machine.put_notice(_RESTS if joined else b"")
 
     def _open(self, name: str, ordinal: int) -> Gpu:
         from bpsx.local._cuda import Gpu

@@ -158,7 +158,7 @@ class Session:
             for name, generation in message["tensors"]:
                 self._fail_tensor(name, generation, message["status"], message["text"])
         elif kind in ("ALL_JOINED", "UNJOINED"):
-            self._near.rest(kind == "UNJOINED", self._core.look)
+            self.devices.rest(kind == "UNJOINED")
             self._joining.hear(message)
         elif kind == "WARN":
             log.warning("%s", message["text"])
@@ -363,7 +363,7 @@ class Session:
         """See :func:`bpsx.join`."""
         if self._link is None:
             return self.rank
-        self._near.rest(True, self._core.look)
+        self.devices.rest(True)
         last = self._joining.run(self._unfinished, self._core.settle, self._link.send)
         if last < 0:
             self.barrier()      # raises what has ended the job

@@ -33,6 +33,35 @@ def test_arrays_with_an_interface(shape: tuple[int, int, int], pretend: Path) ->
     """, pretend, *shape)
 
 
+def test_arrays_that_only_have_dlpack(pretend: Path) -> None:
+    """They become CuPy's, which is not there: what is asked of it is."""
+    gpu_run("""
+        import cupy
+
+        class Only:
+            def __init__(self, values):
+                self.inner = PretendArray(values, main)
+            def __dlpack_device__(self):
+                return 2, 0
+            def __dlpack__(self, **options):
+                raise AssertionError("CuPy's affair")
+
+        def asarray(array):
+            raise AssertionError("CuPy knows nothing of it")
+
+        cupy.ndarray, cupy.from_dlpack, cupy.asarray = PretendArray, lambda array: array.inner, asarray
+        cupy.empty_like = lambda array, order: PretendArray(np.empty(array.shape, array.dtype), main)
+        bpsx.init()
+        r, n = bpsx.rank(), bpsx.size()
+        x, y = Only(np.full(10, r + 1.0)), Only(np.zeros(10))
+        new = bpsx.push_pull(x, "x", average=False)
+        assert isinstance(new, PretendArray) and (new.get() == 3).all() and (x.inner.get() == r + 1).all()
+        assert bpsx.push_pull(x, "x", average=False, output=y) is y and (y.inner.get() == 3).all()
+        assert (bpsx.broadcast(x, 1, "b").get() == 2).all()
+        bpsx.shutdown()
+    """, pretend, 1, 2, 0)
+
+
 def test_arrays_that_cannot_be(pretend: Path) -> None:
     gpu_run("""
         bpsx.init()

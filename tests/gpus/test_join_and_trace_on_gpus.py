@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpus.machines import gpu_run
+from gpus.machines import gpu_job, gpu_run
 from traces import load
 
 # Everybody pushes for as many steps as COUNTS says, and each knows who is still there.
@@ -40,6 +40,28 @@ bpsx.shutdown()
 ], ids=["alone", "2x2", "switches"])
 def test_join_while_others_go_on(shape: tuple[int, int, int], env: dict[str, object], counts: list[list[int]], pretend: Path) -> None:
     gpu_run(UNEVEN, pretend, *shape, env={**env, "COUNTS": str(counts)})
+
+
+def test_who_joins_before_its_first_tensor_is_told_of(pretend: Path) -> None:
+    """NCCL cannot begin without it; when all have joined it can."""
+    gpu_run("""
+        bpsx.init()
+        x = PretendArray(np.ones(1000, np.float32), main)
+        bpsx.join()
+        push_pull("x", x).wait(20)
+        bpsx.shutdown()
+    """, pretend, 1, 2, 0)
+    with gpu_job("""
+        bpsx.init()
+        if bpsx.rank() == 0:
+            bpsx.join()
+        else:
+            text = ask(push_pull("x", PretendArray(np.ones(1000, np.float32), main)))
+            assert text.startswith("DeviceError: local rank 0: it has called join() before its first tensor on a GPU"), text
+            report("told")
+    """, pretend, 1, 2, 0) as job:
+        job.workers[1].wait()
+        assert job.workers[1].reports() == ["told"], job.workers[1].text()
 
 
 ALL = ["COORDINATE_REDUCE", "REDUCE", "COPYD2H", "COORDINATE_PUSH", "COPYH2D", "COORDINATE_BROADCAST", "BROADCAST"]

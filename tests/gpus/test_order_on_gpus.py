@@ -154,3 +154,24 @@ def test_one_process_on_the_host_and_its_neighbour_on_the_gpu_is_an_error_on_all
     for said in found:
         assert len(said) == 6 and all(text.startswith("MismatchError: ") and "workers 1 and 0" in text for text in said), said
         assert all(repr("xb"[i % 2]) in text for i, text in enumerate(said)), said
+
+
+def test_a_pinned_place_is_not_written_to_while_it_is_copied_up(pretend: Path) -> None:
+    """Who receives a broadcast copies nothing down: what comes must not go where another tensor's sum still lies that the GPU has yet to copy."""
+    gpu_run("""
+        bpsx.init()
+        r, n = bpsx.rank(), bpsx.size()
+        for step in range(4):
+            sums = [PretendArray(np.full(1000, i + r, np.float32), main) for i in range(20)]
+            given = [PretendArray(np.full(1000, -1.0 - i, np.float32), main) for i in range(20)]
+            cuda.delay(1000 if step and r == 1 else 0)
+            handles = [push_pull(f"x{i}", x) for i, x in enumerate(sums)]
+            handles += [broadcast(f"b{i}", b, 0) for i, b in enumerate(given)]
+            [h.wait(20) for h in handles]
+            cuda.sync(main)
+            cuda.delay(0)
+            for i in range(20):
+                assert (sums[i].get() == 2 * i + 1).all(), (step, i, sums[i].get()[:3])
+                assert (given[i].get() == -1.0 - i).all(), (step, i, given[i].get()[:3])
+        bpsx.shutdown()
+    """, pretend, 2, 1, 1)

@@ -127,8 +127,6 @@ cdef inline void copy_down(Core *c, Partition *p) noexcept nogil:
         g.begin = 0
         g.length = p.length if p.source != NULL else 0      # a broadcast's receivers push nothing
         g.data = p.source
-        if g.length and g.place.used:
-            rc = d.wait(d.self, d.streams[DOWN], g.place.up)
     else:
         rc = d.wait(d.self, d.streams[DOWN], g.queued[BETWEEN])
     if rc == 0 and g.length and g.coder != NULL:

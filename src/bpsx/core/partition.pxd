@@ -19,9 +19,9 @@ cdef struct Place:
     uint64_t offset             # from the start of the segment of the machine's root, if there is one
     uint64_t slab, slab_bytes   # ... and of the memory that was taken at once, in which it lies
     uint32_t kind               # its size
-    bint used                   # there has been a copy up out of it: the next copy down has to come after `up`
-    void *up                    # that event
-    Place *next                 # another free one of its size
+    bint used                   # there has been a copy up out of it: it can be taken again when `up` has come,
+    void *up                    # ... that event
+    Place *next                 # another free one of its size, which was given back later
     Place *next_made            # any other
 
 # What a partition owns besides once it has been on a GPU. The driver's alone.

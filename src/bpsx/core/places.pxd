@@ -15,7 +15,8 @@ cdef enum:
     SLAB = 32 << 20             # bytes that are taken at once
 
 cdef struct Places:
-    Place *unused[N_KINDS]
+    Place *unused[N_KINDS]      # by size, in the order in which they were given back
+    Place *latest[N_KINDS]      # the last of those
     Place *made                 # all, the latest first
     char *slab                  # the memory that was taken last,
     uint64_t slab_offset        # ... where it is in the segment, if it is there,
@@ -67,8 +68,10 @@ cdef inline Place *take_place(Places *all, Device *d, Machine *m, uint64_t nbyte
     cdef uint32_t kind = kind_for(nbytes)
     cdef uint64_t size = bytes_of(kind), gap
     cdef Place *place = all.unused[kind]
-    if place != NULL:
+    # What it was used for may still be on its way up: nobody may write there before, not even the host. Of others of its size that is later.
+    if place != NULL and not (place.used and d.query(d.self, place.up) == 0):
         all.unused[kind] = place.next
+        place.used = False
         return place
     gap = -all.given % min(size, <uint64_t>PAGE)
     if all.given + gap + size > all.slab_bytes:
@@ -94,8 +97,12 @@ cdef inline Place *take_place(Places *all, Device *d, Machine *m, uint64_t nbyte
 
 
 cdef inline void give_place(Places *all, Place *place) noexcept nogil:
-    place.next = all.unused[place.kind]
-    all.unused[place.kind] = place
+    place.next = NULL
+    if all.unused[place.kind] == NULL:
+        all.unused[place.kind] = place
+    else:
+        all.latest[place.kind].next = place
+    all.latest[place.kind] = place
 
 
 cdef inline void free_places(Places *all, Device *d) noexcept nogil:
