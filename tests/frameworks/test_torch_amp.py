@@ -244,7 +244,7 @@ def job_compiled_step() -> Any:
 JOBS = ["job_scaler", "job_autocast", "job_looking", "job_written", "job_data_replaced", "job_shared_memory", "job_copies", "job_compiled_step"]
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids="{} workers".format)
+@pytest.fixture(scope="module", params=[4], ids="{} workers".format)
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     finished = run_job(__file__, JOBS, tmp_path_factory.mktemp("job"), request.param)
     assert finished.status == 0, finished.output[-5000:]
