@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from bpsx.local._cuda import Gpu, Moment
     from bpsx.local.gpus import Meeting
 
-#: On the notice board (local/gpus.py) of a process that has joined.
-_RESTS = json.dumps({"error": "it has called join() before its first tensor on a GPU, and NCCL needs all GPUs of a machine to begin: use one on each "
-                              "process first"}).encode()
 #: NCCL is near its best rate with so many bytes of a step's gradients; what is more comes later for nothing.
 _BATCH = 25 << 20
 #: Collectives that go together at most, with servers and without.
@@ -78,6 +75,7 @@ class Devices:
         self._gpu: Gpu | None = None
         self._meeting: Meeting | None = None
         self._closed = False
+        self._gatherings = 0    # how often all workers have joined
 
     def place(self, name: str, source: View, target: View, stream: int | None = None) -> OnGpu | None:
         """Where a tensor is: None for the host's memory. ``stream``: what makes it; None: the current one at the time.
@@ -125,8 +123,9 @@ class Devices:
         waits for this one's, which has never been used, is told that too."""
         self._near.rest(joined, self.core.look)
         with self._lock:
+            self._gatherings += not joined
             if self._gpu is None and self._near.machine is not None:
-                self._near.machine.put_notice(_RESTS if joined else b"")
+                self._near.machine.put_notice(json.dumps({"rests": self._gatherings} if joined else {}).encode())
 
     def _open(self, name: str, ordinal: int) -> Gpu:
         from bpsx.local._cuda import Gpu
@@ -143,7 +142,7 @@ class Devices:
                 self.core.open_gpu(gpu, self._config.nccl_group or (_GROUP if self._config.servers else _GROUP_ALONE))
                 if self._near.machine is not None:
                     most = whole_pages(self._config.partition_bytes)
-                    self._meeting = Meeting(self._config, self._near.machine, gpu, most, self.core.look, self._fail)
+                    self._meeting = Meeting(self._config, self._near.machine, gpu, most, self._gatherings, self.core.look, self._fail)
                     self._meeting.start()
                 self._gpu = gpu
             return self._gpu

@@ -48,7 +48,14 @@ def test_who_joins_before_its_first_tensor_is_told_of(pretend: Path) -> None:
         bpsx.init()
         x = PretendArray(np.ones(1000, np.float32), main)
         bpsx.join()
-        push_pull("x", x).wait(20)
+        if bpsx.rank() == 0:    # as if it had not heard yet that all have joined: the other, who has, waits
+            api.session()._near.machine.put_notice(b'{"rests": 0}')
+            bpsx.push_pull(np.ones(1), "begun")
+            push_pull("x", x).wait(20)
+        else:
+            handle = push_pull("x", x)
+            bpsx.push_pull(np.ones(1), "begun")
+            handle.wait(20)
         bpsx.shutdown()
     """, pretend, 1, 2, 0)
     with gpu_job("""

@@ -28,13 +28,16 @@ class Meeting(threading.Thread):
     """Makes the communicator of a machine's GPUs, while the job goes on: its first tensors on a GPU wait for that.
 
     Each process writes on its notice board which GPU it has. The root reads all, plans, and writes the plan with NCCL's id. All join; when all have
-    said so, the root begins. ``most``: bytes of a partition. ``fail`` is called with a text if that cannot be, ``done`` when it is.
+    said so, the root begins. ``most``: bytes of a partition; ``gatherings``: how often all workers have joined so far. ``fail`` is called with a
+    text if that cannot be, ``done`` when it is.
     """
 
-    def __init__(self, config: Config, machine: Machine, gpu: Gpu, most: int, done: Callable[[], None], fail: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: Config, machine: Machine, gpu: Gpu, most: int, gatherings: int, done: Callable[[], None], fail: Callable[[str], None],
+    ) -> None:
         super().__init__(name="bpsx-nccl", daemon=True)
         self._config, self._machine, self._gpu, self._done, self._fail = config, machine, gpu, done, fail
-        self._me, self._size, self._most = config.local_rank, config.local_size, most
+        self._me, self._size, self._most, self._gatherings = config.local_rank, config.local_size, most, gatherings
         self._notice: dict[str, Any] = {}
         self._stopping = threading.Event()
 
@@ -88,6 +91,10 @@ class Meeting(threading.Thread):
             notice: dict[str, Any] = json.loads(text) if text else {}
             if "error" in notice:
                 raise DeviceError(f"local rank {local_rank}: {notice['error']}")
+            # What is left from a gathering that is over, its control thread is about to take away.
+            if notice.get("rests", -1) >= self._gatherings:
+                raise DeviceError(f"local rank {local_rank}: it has called join() before its first tensor on a GPU, and NCCL needs all GPUs of a "
+                                  "machine to begin: use one on each process first")
             if word in notice:
                 return notice
             time.sleep(_LOOK_AGAIN)
