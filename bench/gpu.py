@@ -242,6 +242,7 @@ def _steps(job: Job, name: str, ways: Sequence[str], label: str, turns: int, cou
         if not all(job.ask("right", workload=name, way=way)):
             raise BenchError(f"{label}: {way} has made wrong weights")
     job.ask("drop", workload=name)
+    progress(f"{label}: " + ", ".join(f"{way} {_median_ms(found):.4g} ms" for way, found in seconds.items()))     # should what comes then fail
     return seconds
 
 

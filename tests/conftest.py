@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from forking import nursery_pid  # noqa: E402  (it is beside this file)
+
 # Compiled kernels stay in the checkout: a run leaves nothing elsewhere.
 os.environ.setdefault("BPSX_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "test-cache"))
 
@@ -19,16 +21,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def children() -> set[int]:
-    """Processes whose parent we are."""
-    found = set()
+    """Processes whose parent we are, or the one that forks for us."""
+    found, parents = set(), (os.getpid(), nursery_pid())
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = status.read_text().rsplit(")", 1)[1].split()
         except OSError:
             continue
-        if int(fields[1]) == os.getpid() and fields[0] != "Z":
+        if int(fields[1]) in parents and fields[0] != "Z":
             found.add(int(status.parent.name))
-    return found
+    return found - {nursery_pid() or 0}
 
 
 @pytest.fixture(autouse=True)

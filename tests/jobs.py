@@ -18,6 +18,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from forking import Fork, fits
+
 DEADLINE = 90.0
 
 _PRELUDE = """
@@ -32,11 +34,12 @@ class Process:
     """One role's process; collects its output as it comes."""
 
     def __init__(self, name: str, command: list[str], env: dict[str, str]) -> None:
+        source = command[2] if command[:2] == [sys.executable, "-c"] else ""
         self.name = name
         self.lines: list[str] = []
         self.errors: list[str] = []
         self._changed = threading.Condition()
-        self.popen = subprocess.Popen(
+        self.popen: subprocess.Popen[str] | Fork = Fork(source, env) if fits(source, env) else subprocess.Popen(
             command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
         self._readers = [threading.Thread(target=self._read, args=(stream, lines), daemon=True)
                          for stream, lines in ((self.popen.stdout, self.lines), (self.popen.stderr, self.errors))]
@@ -106,14 +109,14 @@ class Process:
 class Job:
     """A job of processes. ``source`` is what each worker runs (dedented); ``env`` goes to all, ``worker_env[i]`` to worker i.
 
-    ``workers`` counts processes; ``processes`` of them are one machine.
+    ``workers`` counts processes; ``processes`` of them are one machine. ``alone``: there is one worker, which needs nobody.
     """
 
     def __init__(
         self, source: str, workers: int = 2, servers: int = 1, *, env: dict[str, str] | None = None,
-        worker_env: dict[int, dict[str, str]] | None = None, host: str = "127.0.0.1", processes: int = 1,
+        worker_env: dict[int, dict[str, str]] | None = None, host: str = "127.0.0.1", processes: int = 1, alone: bool = False,
     ) -> None:
-        self.processes_each = processes
+        self.processes_each, self._needs_scheduler = processes, not alone
         self.source = _PRELUDE + textwrap.dedent(source)
         self.n_workers, self.n_servers = workers, servers
         self._folder = tempfile.TemporaryDirectory(prefix="bpsx-test-")
@@ -132,7 +135,8 @@ class Job:
 
     def __enter__(self) -> Job:
         try:
-            self.start_scheduler()
+            if self._needs_scheduler:
+                self.start_scheduler()
             for i in range(self.n_servers):
                 self.start_server(i)
             for i in range(self.n_workers):

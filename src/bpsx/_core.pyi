@@ -17,10 +17,11 @@ class Core:
     """The state machine of a worker's partitions over one endpoint. Thread-safe."""
 
     def __init__(
-        self, endpoint: Any, *, rank: int, job: int, lanes: int, credit: int, spin_us: float, machine: Any = None, telemetry: bool = True,
-        watch: Any = None,
+        self, endpoint: Any, *, rank: int, job: int, lanes: Sequence[int], credit: int, spin_us: float, machine: Any = None, telemetry: bool = True,
+        watch: Any = None, ahead_ms: float = 0,
     ) -> None:
-        """``endpoint``: an object with ``abi()``; ``credit``: bytes in flight per lane, 0 for no bound; ``machine``: see
+        """``endpoint``: an object with ``abi()``; ``lanes``: the number of the server of each; ``credit``: bytes in flight per lane, 0 for no bound;
+        ``ahead_ms``: in how many milliseconds a server's link can take what is in flight there, 0 for no bound; ``machine``: see
         :class:`bpsx.local._machine.Machine`; ``telemetry``: count the bytes that came home; ``watch``: a :class:`bpsx._watch.Watcher`."""
     @property
     def pid(self) -> int:

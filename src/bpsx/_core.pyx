@@ -21,7 +21,7 @@ from bpsx.core.greeting cimport ask_lanes, silent_lanes
 from bpsx.core.machine cimport Machine as CMachine
 from bpsx.core.loop cimport background, codec_thread, give_back_coded, kick, submit, tell_news, wait_for
 from bpsx.core.parts cimport queue_kernels
-from bpsx.core.partition cimport Lane, Partition, Task
+from bpsx.core.partition cimport Lane, Partition, Server, Task
 from bpsx.core.places cimport free_places
 from bpsx.core.pool cimport pool_free, pool_new, pool_next, pool_stop
 from bpsx.core.reaping cimport take_reaped, unreaped
@@ -52,9 +52,10 @@ cdef class Core:
     cdef bint closed, greeted
     cdef readonly bint told     # whether a failure has been raised in the script
 
-    def __cinit__(self, endpoint, *, int rank, uint64_t job, int lanes, int64_t credit, double spin_us, machine=None, bint telemetry=True,
-                  watch=None):
-        """``endpoint``: an object with ``abi()``; ``credit``: bytes in flight per lane, 0 for no bound; ``machine``: a
+    def __cinit__(self, endpoint, *, int rank, uint64_t job, lanes, int64_t credit, double spin_us, machine=None, bint telemetry=True,
+                  watch=None, double ahead_ms=0):
+        """``endpoint``: an object with ``abi()``; ``lanes``: the number of the server of each; ``credit``: bytes in flight per lane, 0 for no bound;
+        ``ahead_ms``: in how many milliseconds a server's link can take what is in flight there, 0 for no bound; ``machine``: a
         :class:`bpsx.local._machine.Machine` if the machine's processes share the work, and ``rank`` is then the machine's number;
         ``telemetry``: count the bytes that came home; ``watch``: a :class:`bpsx._watch.Watcher`."""
         memset(&self.c, 0, sizeof(CCore))
@@ -72,16 +73,25 @@ cdef class Core:
             self.c.processes = self.c.machine.size
         self.c.job = job
         self.c.credit = credit
+        self.c.ahead_ns = <int64_t>(ahead_ms * 1e6)
         self.c.spin_ns = <int64_t>(spin_us * 1000)
-        self.c.n_lanes = lanes
         self.c.telemetry = telemetry
         self.watch = watch
         if watch is not None:
             self.c.watch = <Watch *>PyCapsule_GetPointer(watch.abi(), b"bpsx.Watch")
-        self.c.lanes = <Lane *>calloc(max(lanes, 1), sizeof(Lane))
-        if self.c.lanes == NULL:
-            raise MemoryError("no memory for the lanes")
+        self._make_lanes(list(lanes))
         self.tensors = set()
+
+    cdef _make_lanes(self, list servers):
+        cdef uint32_t i
+        cdef uint32_t n = <uint32_t>len(servers)
+        self.c.lanes = <Lane *>calloc(max(n, 1), sizeof(Lane))
+        self.c.servers = <Server *>calloc(max(servers, default=0) + 1, sizeof(Server))
+        if self.c.lanes == NULL or self.c.servers == NULL:
+            raise MemoryError("no memory for the lanes")
+        self.c.n_lanes = n
+        for i in range(n):
+            self.c.lanes[i].server = &self.c.servers[<uint32_t>servers[i]]
 
     def open_gpu(self, gpu not None, uint32_t group=1) -> None:
         """Let the core use a :class:`bpsx.local._cuda.Gpu`, before the first tensor on it. ``group``: collectives that go together at most."""
@@ -418,6 +428,7 @@ cdef class Core:
         for i in range(self.c.n_lanes):
             free(self.c.lanes[i].heap)
         free(self.c.lanes)
+        free(self.c.servers)
         free(self.c.table)
         forget_gpu(&self.c)
         pool_free(self.c.pool)

@@ -97,15 +97,18 @@ OPTIONS: tuple[Option, ...] = (
     Option("scheduling_credit", "BYTEPS_SCHEDULING_CREDIT", integer(0), 4, "partitions; 0: no bound",
            "How much a worker hands to the transport per connection before it has been written out, in partitions. "
            "A small credit lets urgent tensors overtake; 0 switches priorities off in effect.", _TUNE),
+    Option("send_ahead_ms", "BPSX_SEND_AHEAD_MS", number(0), 10.0, "milliseconds; 0: no bound",
+           "How long what a worker has handed to the transport for one server may take to be written out, if it is more than one partition: "
+           "what shares a link is complete at once, and late. BYTEPS_SCHEDULING_CREDIT bounds it, too.", _TUNE),
     Option("engine_threads", "BYTEPS_SERVER_ENGINE_THREAD", integer(1, 256), _default_lanes, "1..256",
            "Lanes of a server: each is a thread, a port and one connection per worker. Default: a quarter of the cores, 1 to 4.", _TUNE),
     Option("server_schedule", "BYTEPS_SERVER_ENABLE_SCHEDULE", flag, False, FLAG,
            "A server takes waiting pushes by priority instead of by arrival.", _TUNE),
     Option("zmq_threads", "BYTEPS_ZMQ_NTHREADS", integer(1, 256), _default_lanes, "1..256",
            "ZeroMQ I/O threads of a process. Default: a quarter of the cores, 1 to 4.", _TUNE),
-    Option("send_buffer", "BPSX_SEND_BUFFER_KB", integer(0, 2**20), 0, "KiB; 0: chosen",
-           "Send buffer of each data connection. By default 448 on loopback, where a small one keeps the data in the caches, and the system's own "
-           "tuning elsewhere.", _TUNE),
+    Option("send_buffer", "BPSX_SEND_BUFFER_KB", integer(0, 2**20), 448, "KiB; 0: the system's own tuning",
+           "Send buffer of each data connection. On one machine a small one keeps the data in the caches; on slow links it keeps what is sent "
+           "later from sharing them with what is sent now. Over a far network (some ms there and back) take 0, or megabytes.", _TUNE),
     Option("spin_us", "BPSX_SPIN_US", number(0), 50.0, "microseconds",
            "How long a thread without work yields the core before it sleeps. Waking it costs more than this on most machines.", _TUNE),
     Option("fixed_order", "BPSX_FIXED_ORDER", flag, False, FLAG,

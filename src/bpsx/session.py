@@ -81,7 +81,7 @@ class Session:
             self._join()
         else:
             self._endpoint = LoopbackEndpoint()
-            self._core = Core(self._endpoint, rank=0, job=0, lanes=0, credit=0, spin_us=0, telemetry=config.telemetry)
+            self._core = Core(self._endpoint, rank=0, job=0, lanes=(), credit=0, spin_us=0, telemetry=config.telemetry)
             self.devices.core = self.compressing.core = self._core
 
     # ---- coming together
@@ -117,9 +117,9 @@ class Session:
             self._endpoint.join(job, near.sender)
         for i, (_, address) in enumerate(self._lanes):
             self._endpoint.connect(i, address)
-        self._core = Core(self._endpoint, rank=near.sender, job=job, lanes=len(self._lanes), spin_us=config.spin_us, machine=near.machine,
-                          credit=config.scheduling_credit * whole_pages(config.partition_bytes), telemetry=config.telemetry,
-                          watch=self.reporter.watchers[0])
+        self._core = Core(self._endpoint, rank=near.sender, job=job, lanes=[server for server, _ in self._lanes], spin_us=config.spin_us,
+                          credit=config.scheduling_credit * whole_pages(config.partition_bytes), ahead_ms=config.send_ahead_ms,
+                          machine=near.machine, telemetry=config.telemetry, watch=self.reporter.watchers[0])
         self.devices.core = self.compressing.core = self._core
 
     def _hear_of_a_loss(self, link: Link) -> None:

@@ -17,19 +17,21 @@ from bpsx.pipeline import stages_for
 from bpsx.transports.loopback import LoopbackEndpoint
 
 BIG = 40_000                    # bytes: more than travels inline
+LONG = 300_000                  # ... from which is learnt how fast a link is
 
 
 class Rig:
     """A core whose lanes are endpoints that the test reads and writes."""
 
-    def __init__(self, lanes: int = 1, credit: int = 0, hold_done: bool = False, start: bool = True) -> None:
+    def __init__(self, lanes: int = 1, credit: int = 0, hold_done: bool = False, start: bool = True, ahead_ms: float = 0,
+                 servers: int = 1) -> None:
         self.endpoint = LoopbackEndpoint()
         self.endpoint.hold_done = hold_done
         self.lanes = [LoopbackEndpoint() for _ in range(lanes)]
         for i, lane in enumerate(self.lanes):
             self.endpoint.connect(i, lane, 0)
             lane.connect(0, self.endpoint, i)
-        self.core = Core(self.endpoint, rank=0, job=7, lanes=lanes, credit=credit, spin_us=0)
+        self.core = Core(self.endpoint, rank=0, job=7, lanes=[i % servers for i in range(lanes)], credit=credit, spin_us=0, ahead_ms=ahead_ms)
         if start:
             self.core.start()
         self._key = 0
@@ -180,6 +182,35 @@ def test_credit_bounds_what_is_handed_over_and_returns_without_answers(rig):
     pushes += r.pushes(1)
     for p in pushes:
         r.answer(p, bytes(BIG))
+    for h in handles:
+        h.wait(20)
+
+
+def test_lanes_of_a_server_share_what_its_link_takes_in_a_short_time(rig):
+    r = rig(lanes=4, servers=2, credit=100 * LONG, hold_done=True, ahead_ms=1e-6)       # lanes 0 and 2 are the first server's
+    handles, pushes = [], []
+
+    def submit(name: str, lane: int, priority: int = 0) -> None:
+        handles.append(r.core.submit(r.tensor(name, LONG, lane=lane), array(LONG), array(LONG), priority=priority))
+
+    submit("learn", 0)                                          # when that is written out it is known that its link is not infinitely fast
+    pushes += [(0, r.pushes(1)[0])]
+    r.endpoint.complete()
+    submit("plug", 0)
+    pushes += [(0, r.pushes(1)[0])]
+    for i, lane in enumerate((0, 2, 2, 0)):
+        submit(f"s{i}", lane, priority=i)
+    for i in range(3):
+        submit(f"o{i}", 1)
+    pushes += [(1, p) for p in r.pushes(3, lane=1)]             # nothing is known of the other server's
+    for lane, priority in ((0, 3), (2, 2), (2, 1), (0, 0)):     # one at a time, the most urgent of both lanes
+        assert r.lanes[0].sent(0.02) is None and r.lanes[2].sent(0.02) is None
+        r.endpoint.complete()
+        (push,) = r.pushes(1, lane)
+        assert push.priority == priority
+        pushes.append((lane, push))
+    for lane, push in pushes:
+        r.answer(push, bytes(LONG), lane)
     for h in handles:
         h.wait(20)
 

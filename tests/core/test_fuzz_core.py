@@ -52,7 +52,7 @@ def test_mutated_answers():
     worker, lane = LoopbackEndpoint(), LoopbackEndpoint()
     worker.connect(0, lane, 0)
     lane.connect(0, worker, 0)
-    core = Core(worker, rank=0, job=7, lanes=1, credit=0, spin_us=0)
+    core = Core(worker, rank=0, job=7, lanes=[0], credit=0, spin_us=0)
     core.start()
     tensor = Tensor("x", 3, [(5, 0, 1, 0, 64)], stages_for("cpu"))
     for i in range(ROUNDS):
@@ -78,7 +78,7 @@ def test_a_lane_has_to_prove_itself_before_it_is_believed(proof):
     worker, lane = LoopbackEndpoint(), LoopbackEndpoint()
     worker.connect(0, lane, 0)
     lane.connect(0, worker, 0)
-    core = Core(worker, rank=0, job=7, lanes=1, credit=0, spin_us=0)
+    core = Core(worker, rank=0, job=7, lanes=[0], credit=0, spin_us=0)
     assert core.greet(0.01, ["h:1"], b"the secret") == [0]
     _, frame, second = lane.sent(20)
     (ping,) = w.unpack(frame, second)

@@ -44,7 +44,7 @@ class Ours:
                 elif i != j:
                     # The scripted server's endpoint sleeps on a condition variable: the test wakes it by hand.
                     machine.meet(j, other.descriptor, os.eventfd(0))
-        self.cores = [Core(e, rank=1, job=7, lanes=int(with_server and i == size - 1), credit=0, spin_us=0, machine=m)
+        self.cores = [Core(e, rank=1, job=7, lanes=[0] * (with_server and i == size - 1), credit=0, spin_us=0, machine=m)
                       for i, (e, m) in enumerate(zip(self.endpoints, self.machines))]
         for i, core in enumerate(self.cores):
             if only is None or i in only:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_job import run_job
+from torch_job import run_job, source_of
 
 import bpsx.torch as bps
 from bpsx.errors import BpsxError
+from jobs import Process
 
 
 def error_of(act: Any) -> str:
@@ -118,8 +118,11 @@ def check_alone(result: tuple[Any, ...]) -> None:
 
 def test_one_worker_without_servers(tmp_path: Path) -> None:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_"))}
-    command = [sys.executable, str(Path(__file__).with_name("torch_job.py")), __file__, str(tmp_path), "job_alone"]
-    subprocess.run(command, env=clean, check=True, timeout=100)
+    alone = Process("worker", [sys.executable, "-c", source_of(__file__, ["job_alone"], tmp_path)], clean)
+    try:
+        assert alone.wait(100) == 0, alone.text()
+    finally:
+        alone.end()
     check_alone(torch.load(tmp_path / "0.pt", weights_only=False)["job_alone"])
 
 

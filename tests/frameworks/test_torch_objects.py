@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch_job import run_job
+from torch_job import HERE, run_job
 
 import bpsx.torch as bps
+from jobs import Job
 
 pytestmark = pytest.mark.timeout(300)
 Point = namedtuple("Point", "x y")
@@ -164,7 +165,7 @@ def test_with_a_secret(tmp_path: Any, size: int) -> None:
 
 WITHOUT = """
     import sys, torch
-    sys.path.insert(0, FOLDER)
+    sys.path[:0] = FOLDERS
     import test_torch_objects as t
     import bpsx.torch as bps
     from bpsx import _adapter
@@ -187,9 +188,7 @@ WITHOUT = """
 
 @pytest.mark.parametrize("secret", ["", "a secret that is long enough"])
 def test_what_is_not_proven_is_not_unpickled(tmp_path: Any, secret: str) -> None:
-    from jobs import Job  # not where the workers import this file
-
-    source = WITHOUT.replace("FOLDER", repr(os.path.dirname(__file__))).replace("BOMB", repr(str(tmp_path / "bomb")))
+    source = WITHOUT.replace("FOLDERS", repr([str(HERE), str(HERE.parent)])).replace("BOMB", repr(str(tmp_path / "bomb")))
     if secret:
         source = source.replace("report([t.error_of", "[lambda: [t.error_of").replace("rank == 0 else 1))])", "rank == 0 else 1))]]")
     with Job(source, env={"BPSX_SECRET": secret} if secret else None) as job:

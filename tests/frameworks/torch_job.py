@@ -1,12 +1,10 @@
-"""Runs functions of a test module in every worker of a local job and brings their results back.
-
-As a script it is the worker: ``torch_job.py MODULE_FILE OUT_FOLDER FUNCTION...``. Only :func:`run_job` is for tests.
-"""
+"""Runs functions of a test module in every worker of a local job and brings their results back; or any command, by ``bpsx-run``."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -15,7 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-JOB_SECONDS = 150
+from jobs import Job
+
+HERE = Path(__file__).parent
+JOB_SECONDS = 150.0
 
 
 class Finished(NamedTuple):
@@ -45,14 +46,24 @@ def launch(command: list[str], workers: int, servers: int, processes: int = 1, *
     return job.returncode, output
 
 
+def source_of(module_file: str, functions: list[str], out: Path) -> str:
+    """What a worker runs that calls ``functions`` of ``module_file`` and leaves what they return in ``out``."""
+    paths = [str(HERE), str(HERE.parent)]
+    return f"import sys\nsys.path[:0] = {paths!r}\nimport torch_job\ntorch_job.work({module_file!r}, {str(out)!r}, {functions!r})"
+
+
 def run_job(module_file: str, functions: list[str], out: Path, workers: int = 2, servers: int = 1, processes: int = 1,
             **environment: str) -> Finished:
     """Call ``functions`` of ``module_file`` one after the other in each worker, between ``init`` and ``shutdown``."""
     out.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, __file__, module_file, str(out), *functions]
-    status, output = launch(command, workers, servers, processes, **environment)
+    source = source_of(module_file, functions, out)
+    quick = {"BPSX_DEADLOCK_SECONDS": "8", "BPSX_SECRET": secrets.token_hex(16)}        # as bpsx-run gives its jobs one
+    alone = workers * processes + servers == 1
+    with Job(source, workers * processes, servers, processes=processes, env={**quick, **environment}, alone=alone) as job:
+        statuses = [p.wait(JOB_SECONDS) for p in job.processes]
+        output = "\n".join(p.text() for p in job.processes)
     results = {int(f.stem): torch.load(f, weights_only=False) for f in out.glob("*.pt")}
-    return Finished(status, output, results)
+    return Finished(next((s for s in statuses if s), 0), output, results)
 
 
 def each(job: Finished, name: str) -> list[Any]:
@@ -60,7 +71,8 @@ def each(job: Finished, name: str) -> list[Any]:
     return [job.results[rank][name] for rank in sorted(job.results)]
 
 
-def _work(module_file: str, out: str, *functions: str) -> None:
+def work(module_file: str, out: str, functions: list[str]) -> None:
+    """What a worker does."""
     import bpsx.torch as bps
 
     spec = importlib.util.spec_from_file_location(Path(module_file).stem, module_file)
@@ -76,6 +88,3 @@ def _work(module_file: str, out: str, *functions: str) -> None:
     torch.save(results, Path(out) / f"{rank}.pt")
     bps.shutdown()
 
-
-if __name__ == "__main__":
-    _work(*sys.argv[1:])

@@ -24,13 +24,11 @@ def gpu_job(source: str, pretend: Path, machines: int = 1, processes: int = 1, s
     own: dict[int, dict[str, str]] = {i: {"PRETEND_FIRST_GPU": str(i % processes)} for i in range(machines * processes)}
     for i, more in (worker_env or {}).items():
         own[i] |= {k: str(v) for k, v in more.items()}
-    return Job(PRELUDE + textwrap.dedent(source), machines * processes, servers, env=everybody, worker_env=own, processes=processes)
+    return Job(PRELUDE + textwrap.dedent(source), machines * processes, servers, env=everybody, worker_env=own, processes=processes,
+               alone=machines * processes == 1 and not servers)
 
 
 def gpu_run(source: str, pretend: Path, machines: int = 1, processes: int = 1, servers: int = 0, **more: Any) -> list[list[Any]]:
     """Run such a job to its good end; what each worker reported."""
     with gpu_job(source, pretend, machines, processes, servers, **more) as job:
-        if machines * processes == 1 and not servers:       # nobody but the worker has anything to do
-            assert job.workers[0].wait() == 0, job.workers[0].text()
-            return [job.workers[0].reports()]
         return job.results()

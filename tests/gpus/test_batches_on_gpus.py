@@ -143,6 +143,7 @@ def test_what_cannot_begin_is_told_in_its_place(pretend: Path) -> None:
 
 # PyTorch has no GPU here: tensors on the CPU are passed off as the pretend GPU's. What its streams do is waited for by hand.
 TORCH = """
+import contextlib
 import torch
 import bpsx.torch as bps
 from bpsx._adapter import TensorView
@@ -176,6 +177,13 @@ def synchronous(plain):         # what PyTorch does next, to free the memory too
 view_at, batch.submit = ops.view_at, alone
 for name in ("_receive", "_discard"):
     setattr(exchange.Exchange, name, synchronous(getattr(exchange.Exchange, name)))
+settle, settled = exchange.settle, []
+def settle_and_wait(managed):
+    settled.append(len(managed))
+    rest = settle(managed)
+    cuda.sync(stream[0])
+    return rest
+exchange.settle = settle_and_wait
 stream, asked = [main], []
 begin = batch._adapter.Session.push_pull_all
 def counted(self, items, *more, **options):
@@ -215,11 +223,39 @@ def test_gradients_go_together(shape: str, most: int, batches: int, pretend: Pat
             net(r + 1.0).backward()
             assert len(asked) == {batches} and sum(map(len, asked)) == 7, asked
             finish(opt)
+            assert len(settled) == step + 1 and settled[-1] == 7, settled
             for i, p in enumerate(net.layers):
                 assert (p == -(step + 1) * (i + 1) * (n + 1) / 2).all(), (step, i, p)
             opt.zero_grad(set_to_none=False)
         bps.shutdown()
     """, pretend, *SHAPES[shape], env={"BYTEPS_PARTITION_BYTES": 65536})
+
+
+def test_what_is_the_matter_with_one_is_told_and_the_others_are_as_they_should_be(pretend: Path) -> None:
+    run(TORCH, """
+        net = Net()
+        opt = optimizer(net)
+        for step in range(4):
+            net(r + 1.0).backward()
+            second, third = net.layers[2].grad, net.layers[3].grad
+            if step == 1:
+                second.add_(1)
+                with contextlib.suppress(exchange.GradientOrderError):
+                    opt.synchronize()
+                    raise AssertionError("nobody has noticed")
+            elif step == 2:
+                third.data = torch.zeros_like(third)
+                net.layers[4].grad = None
+                opt.synchronize()
+            else:
+                opt.synchronize()
+            assert settled[-1] == 7
+            for i, p in enumerate(net.layers):
+                assert (p.grad == (i + 1) * (n + 1) / 2).all() or i == 2 and step == 1, (step, i, p.grad)
+            assert net.layers[3].grad is third
+            opt.zero_grad(set_to_none=False)
+        bps.shutdown()
+    """, pretend, *SHAPES["machine"])
 
 
 ODD = """

@@ -156,6 +156,22 @@ def test_one_process_on_the_host_and_its_neighbour_on_the_gpu_is_an_error_on_all
         assert all(repr("xb"[i % 2]) in text for i, text in enumerate(said)), said
 
 
+def test_a_round_comes_after_the_one_before_though_nobody_has_waited(pretend: Path) -> None:
+    """What is summed in place again is the sum that was to come, and not what lies there while that is on its way up."""
+    gpu_run("""
+        bpsx.init()
+        n = bpsx.size()
+        others = [PretendArray(np.ones(1000, np.float32), main) for i in range(20)]
+        x = PretendArray(np.ones(60_000, np.float32), main)
+        cuda.delay(1000)
+        handles = [push_pull(f"y{i}", y, priority=1) for i, y in enumerate(others)] + [push_pull("x", x) for _ in range(3)]
+        [h.wait(20) for h in handles]
+        cuda.delay(0)
+        assert (x.get() == n ** 3).all(), x.get()[:3]
+        bpsx.shutdown()
+    """, pretend, 2, 1, 1)
+
+
 def test_a_pinned_place_is_not_written_to_while_it_is_copied_up(pretend: Path) -> None:
     """Who receives a broadcast copies nothing down: what comes must not go where another tensor's sum still lies that the GPU has yet to copy."""
     gpu_run("""

@@ -115,20 +115,30 @@ cdef inline void arrived(Core *c, Partition *p) noexcept nogil:
         advance(c, p)
 
 
+cdef inline int await_input(Core *c, Partition *p) noexcept nogil:
+    """Have the stream of copies to the host go on when that is there which is to be copied or encoded. 0, or an error.
+
+    The user's own work has been done. With neighbours there is the group's sum to come. Alone there is the round before: it ends when its copy up is
+    queued, and who has not waited for it asks for a sum of what will be there then.
+    """
+    cdef Device *d = c.device
+    cdef int which = UP if c.machine == NULL else BETWEEN
+    return d.wait(d.self, d.streams[DOWN], p.gpu.queued[which])
+
+
 cdef inline void copy_down(Core *c, Partition *p) noexcept nogil:
     """COPYD2H: this process's part, into the pinned place."""
     cdef Device *d = c.device
     cdef OnGpu *g = p.gpu
     cdef char *to
-    cdef int rc = 0
+    cdef int rc
     if c.machine == NULL:
         if g.place == NULL and not find_place(c, p):
             return
         g.begin = 0
         g.length = p.length if p.source != NULL else 0      # a broadcast's receivers push nothing
         g.data = p.source
-    else:
-        rc = d.wait(d.self, d.streams[DOWN], g.queued[BETWEEN])
+    rc = await_input(c, p)
     if rc == 0 and g.length and g.coder != NULL:
         rc = copy_coded_down(c, p)
     elif rc == 0 and g.length:
@@ -173,8 +183,7 @@ cdef inline void code(Core *c, Partition *p) noexcept nogil:
             if not find_place(c, p):
                 return
             g.data = p.source
-        else:
-            rc = d.wait(d.self, d.streams[DOWN], g.queued[BETWEEN])
+        rc = await_input(c, p)
         p.packed.counter += 1
         g.counter = p.packed.counter
         g.factor = correction(p.packed, p.tensor.current.rate)

@@ -1,7 +1,7 @@
 # The things that the core moves. Who may touch what:
 #   Task: made by the submitting thread, handed over through the inbox, then the driver's until `status` leaves PENDING.
 #   Tensor, Partition: filled before they are handed over, then the driver's alone.
-#   Lane.in_flight, Task.wire: also by the transport's thread, atomically.
+#   Lane.in_flight, Task.wire, Server: also by the transport's threads, atomically.
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from bpsx.core.device cimport N_STREAMS
@@ -139,7 +139,13 @@ cdef struct Task:
     void *handle                # the Python Handle, which outlives the task's use here; NULL: a stand-in, see reduce.pxd
     Task *next
 
+cdef struct Server:             # what its lanes share
+    int64_t in_flight           # bytes handed to the transport and not yet written out
+    int64_t pace                # nanoseconds in which a MiB is; 0: not known yet
+    int64_t starved             # as a lane's
+
 cdef struct Lane:
+    Server *server              # NULL in a queue that is no lane's
     Partition **heap            # partitions ready to push, most urgent first
     uint32_t size
     uint32_t capacity

@@ -1,4 +1,7 @@
 # From the lanes' queues to the transport.
+#
+# Two bounds keep what is urgent from standing behind what is not, in bytes that are handed over and not written out: a credit per lane, and what a
+# server's link takes in a short time, at least one partition. Were there more, its partitions would share the link and be complete at once, and late.
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
@@ -9,12 +12,12 @@ from bpsx.core.header cimport (
     Header, header_init, padded,
 )
 from bpsx.core.packed cimport server_state_bytes
-from bpsx.core.partition cimport Lane, Partition, Task, wire_of
-from bpsx.core.queue cimport heap_pop
+from bpsx.core.partition cimport Lane, Partition, Server, Task, wire_of
+from bpsx.core.queue cimport before, heap_pop
 from bpsx.core.stage cimport advance, give_up
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_MEMORY, E_TRANSPORT
-from bpsx.core.sync cimport atomic_add, atomic_load, atomic_store
+from bpsx.core.sync cimport atomic_add, atomic_load, atomic_store, now_ns
 from bpsx.core.watch cimport watched
 from bpsx.core.watching cimport spoke
 
@@ -24,15 +27,34 @@ cdef struct Wire:
     Lane *lane
     Task *task                  # whose input the transport reads; NULL for a copied batch
     int64_t bytes
+    int64_t handed_ns           # when it was handed over,
+    int64_t ahead               # ... and what its server had to take then: its bytes, and those before it
+
+cdef enum:
+    MIB = 1 << 20
+    TELLING = 1 << 18           # bytes from which on the time that they take says something
+
+
+cdef inline void keep_pace(Wire *w) noexcept nogil:
+    """Learn from what has been written out how fast that goes. Of two that do so at once one may be forgotten."""
+    cdef int64_t known = atomic_load(&w.lane.server.pace), found
+    if w.ahead < TELLING:
+        return
+    found = max((now_ns() - w.handed_ns) * MIB // w.ahead, 1)
+    atomic_store(&w.lane.server.pace, found if known == 0 else max(known + (found - known) // 4, 1))
 
 
 cdef inline void give_back(Wire *w) noexcept nogil:
     cdef Core *c = w.core
+    cdef Server *server = w.lane.server
+    keep_pace(w)
     atomic_add(&w.lane.in_flight, -w.bytes)
+    atomic_add(&server.in_flight, -w.bytes)
     if w.task != NULL:
         atomic_add(&w.task.wire, -1)        # the last touch: with 0 its owner may free it
-    if atomic_load(&w.lane.starved):
+    if atomic_load(&w.lane.starved) or atomic_load(&server.starved):
         atomic_store(&w.lane.starved, 0)
+        atomic_store(&server.starved, 0)
         c.endpoint.wake(c.endpoint.self)
     free(w)
 
@@ -55,6 +77,9 @@ cdef inline Wire *take_credit(Core *c, Lane *lane, Task *task, int64_t bytes) no
     w.task = task
     w.bytes = bytes
     atomic_add(&lane.in_flight, bytes)
+    atomic_add(&lane.server.in_flight, bytes)
+    w.ahead = atomic_load(&lane.server.in_flight)
+    w.handed_ns = now_ns()
     if task != NULL:
         atomic_add(&task.wire, 1)
     c.counters.sent += bytes
@@ -62,18 +87,28 @@ cdef inline Wire *take_credit(Core *c, Lane *lane, Task *task, int64_t bytes) no
     return w
 
 
-cdef inline bint has_credit(Core *c, Lane *lane, uint64_t bytes) noexcept nogil:
-    """Whether `bytes` more may be handed over. If not, whoever returns credit will wake the driver."""
-    cdef int64_t now = atomic_load(&lane.in_flight)
-    if c.credit == 0 or now == 0 or now + <int64_t>bytes <= c.credit:
+cdef inline bint has_room(int64_t *in_flight, int64_t bound, int64_t bytes, int64_t *starved) noexcept nogil:
+    """Whether `bytes` more may be handed over. If not, whoever returns some will wake the driver."""
+    cdef int64_t now = atomic_load(in_flight)
+    if now == 0 or now + bytes <= bound:
         return True
-    atomic_store(&lane.starved, 1)
-    # It may have come back between the look and the flag: then nobody would wake us.
-    now = atomic_load(&lane.in_flight)
-    if now == 0 or now + <int64_t>bytes <= c.credit:
-        atomic_store(&lane.starved, 0)
+    atomic_store(starved, 1)
+    # They may have come back between the look and the flag: then nobody would wake us.
+    now = atomic_load(in_flight)
+    if now == 0 or now + bytes <= bound:
+        atomic_store(starved, 0)
         return True
     return False
+
+
+cdef inline bint has_credit(Core *c, Lane *lane, uint64_t bytes) noexcept nogil:
+    """The same by both bounds."""
+    cdef int64_t pace = atomic_load(&lane.server.pace)
+    if c.credit == 0:
+        return True
+    if c.ahead_ns and pace and not has_room(&lane.server.in_flight, c.ahead_ns * MIB // pace, bytes, &lane.server.starved):
+        return False
+    return has_room(&lane.in_flight, c.credit, bytes, &lane.starved)
 
 
 cdef inline uint64_t push_bytes(Partition *p) noexcept nogil:
@@ -202,27 +237,33 @@ cdef inline void send_batch(Core *c, Lane *lane, uint32_t peer) noexcept nogil:
         advance(c, picked[i])
 
 
-cdef inline int pump_out(Core *c) noexcept nogil:
-    """Send what credit allows. Returns how many messages went."""
+cdef inline int next_lane(Core *c) noexcept nogil:
+    """The lane with the most urgent partition that may be handed over; -1: there is none."""
+    cdef int best = -1
     cdef uint32_t i
-    cdef int sent = 0
     cdef Lane *lane
-    cdef Partition *p
     for i in range(c.n_lanes):
         lane = &c.lanes[i]
-        while lane.size:
-            p = lane.heap[0]
-            if p.tensor.status != DONE:
-                heap_pop(lane)              # its tasks have been failed
-                continue
-            if c.failed or not has_credit(c, lane, push_bytes(p)):
-                break
-            if push_bytes(p) <= INLINE_BYTES:
-                send_batch(c, lane, i)
-            else:
-                heap_pop(lane)
-                send_large(c, lane, p)
-            sent += 1
+        while lane.size and lane.heap[0].tensor.status != DONE:
+            heap_pop(lane)                  # its tasks have been failed
+        if lane.size and (best < 0 or before(lane.heap[0], c.lanes[best].heap[0])) and has_credit(c, lane, push_bytes(lane.heap[0])):
+            best = i
+    return best
+
+
+cdef inline int pump_out(Core *c) noexcept nogil:
+    """Send what credit allows, most urgent first. Returns how many messages went."""
+    cdef int sent = 0
+    cdef int at = next_lane(c)
+    cdef Lane *lane
+    while at >= 0 and not c.failed:
+        lane = &c.lanes[at]
+        if push_bytes(lane.heap[0]) <= INLINE_BYTES:
+            send_batch(c, lane, at)
+        else:
+            send_large(c, lane, heap_pop(lane))
+        sent += 1
+        at = next_lane(c)
     return sent
 
 

@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from bpsx.core.device cimport N_STREAMS, Device
 from bpsx.core.machine cimport Machine
 from bpsx.core.pool cimport Pool
-from bpsx.core.partition cimport Counters, Lane, Partition, Task, Tensor
+from bpsx.core.partition cimport Counters, Lane, Partition, Server, Task, Tensor
 from bpsx.core.places cimport Places
 from bpsx.core.post cimport Post
 from bpsx.core.sync cimport Monitor
@@ -44,6 +44,7 @@ cdef struct Core:
     uint32_t rank               # as the servers know this process: its machine's number if only one of the machine speaks to them
     uint32_t epoch
     int64_t credit              # bytes per lane; 0: no bound
+    int64_t ahead_ns            # in which what has been handed over for a server can be written out; 0: no bound
     Pool *pool                  # NULL: nothing is compressed
     Pool *coders                # NULL: ... on a GPU
     Machine *machine            # NULL: no other process of this machine shares the work
@@ -79,6 +80,7 @@ cdef struct Core:
     # The driver's alone:
     Lane *lanes
     uint32_t n_lanes
+    Server *servers
     uint32_t n_ready
     Partition **table           # by Partition.index
     uint32_t n_table

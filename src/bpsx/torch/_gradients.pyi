@@ -1,12 +1,14 @@
 """Gradients of a backward pass on their way; see ``_gradients.pyx``."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
 
 from bpsx._adapter import Handle, Item
+
+_M = TypeVar("_M")
 
 #: A test may take all memory for a GPU's.
 ALL_ON_GPU: bool
@@ -41,15 +43,18 @@ class Pushed:
     def written(self) -> bool:
         """Whether there was such a write. After :meth:`wait`."""
     @property
-    def in_batch(self) -> bool:
-        """Whether it goes with others on a GPU."""
-    @property
     def failed(self) -> bool:
         """Whether it could not begin."""
     def done(self) -> bool:
         """Whether it has ended, well or not. Does not block."""
     def wait(self) -> torch.Tensor:
         """The sum. Raises what has made it fail."""
+
+def all_together(managed: list[Any]) -> bool:
+    """Whether each of them has a gradient of its own on its way, with others on a GPU."""
+def settle(managed: list[_M]) -> list[_M]:
+    """Wait for gradients that are :func:`all_together`, and see that they are where the optimizer looks. Returns those with which something is the
+    matter, as they are: failed, written to, with other memory."""
 
 class Failed:
     """The handle of a push that could not begin."""

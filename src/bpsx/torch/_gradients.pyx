@@ -12,7 +12,7 @@ import torch
 
 from bpsx._adapter import Item, TensorView
 from bpsx.torch.eager import eager
-from bpsx.torch.ops import SUMMED, streams_of
+from bpsx.torch.ops import SUMMED, mark_all_written, streams_of
 
 #: References to the memory of a tensor that is alone: its own, and that of who asks.
 cdef int ALONE = 2
@@ -62,11 +62,6 @@ cdef class Pushed:
         self.version = version(gradient) if own else None
 
     @property
-    def in_batch(self) -> bool:
-        """Whether it goes with others on a GPU."""
-        return self.batch is not None
-
-    @property
     def failed(self) -> bool:
         """Whether it could not begin."""
         return isinstance(self.handle, Failed)
@@ -89,6 +84,44 @@ cdef class Pushed:
         received = handle.wait()
         self.waited = True
         return received if self.plain is None else self.plain
+
+
+def all_together(list managed) -> bool:
+    """Whether each of them has a gradient of its own on its way, with others on a GPU."""
+    cdef Pushed pushed
+    for m in managed:
+        if type(m.pushed) is not Pushed:
+            return False
+        pushed = m.pushed
+        if pushed.batch is None or pushed.handle is None or pushed.failed or m.stands_in:
+            return False
+    return True
+
+
+def settle(list managed) -> list:
+    """Wait for gradients that are :func:`all_together`, and see that they are where the optimizer looks. Returns those with which something is the
+    matter, as they are: failed, written to, with other memory."""
+    cdef Pushed pushed
+    cdef list odd = [], done = []
+    try:
+        for m in managed:
+            pushed = m.pushed
+            gradient = pushed.gradient
+            if pushed.version is None or gradient._version != pushed.version or gradient.data_ptr() != pushed.plain.data_ptr():
+                odd.append(m)
+                continue
+            try:
+                pushed.handle.wait()
+            except Exception:
+                odd.append(m)           # who waits again is told again
+                continue
+            done.append(gradient)
+            m.pushed = None
+            if m.parameter.grad is not gradient:
+                m.parameter.grad = gradient
+    finally:
+        mark_all_written(done)
+    return odd
 
 
 cdef class Failed:

@@ -23,11 +23,11 @@ from bpsx.torch._gradients import Pushed
 from bpsx.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from bpsx.torch.compression import Compression, Compressor
 from bpsx.torch.eager import eager
-from bpsx.torch.exchange import Exchange, GradientOrderError, Kind, Managed, Round
+from bpsx.torch.exchange import Exchange, GradientOrderError, Kind, Managed
 from bpsx.torch.ops import poll, push_pull_async_inplace, synchronize
 from bpsx.torch.optimizer import _DistributedOptimizer, check_optimizer, check_options, checked_passes, mix_in, names_of
 from bpsx.torch.serving import Serving, check_model
-from bpsx.torch.under_way import ended, raise_first
+from bpsx.torch.under_way import Round, ended, raise_first
 
 #: BytePS's name for it, which this module of its offers too.
 byteps_push_pull = push_pull_async_inplace

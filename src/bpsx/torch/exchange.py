@@ -12,12 +12,12 @@ import torch
 
 from bpsx import _adapter
 from bpsx.errors import BpsxError, ConfigError, MismatchError
-from bpsx.torch._gradients import Hook, Pushed, is_alone, is_on_gpu, version
+from bpsx.torch._gradients import Hook, Pushed, all_together, is_alone, is_on_gpu, settle, version
 from bpsx.torch.batch import Named, batch_of, push
 from bpsx.torch.compression import Compressor, NoneCompressor
 from bpsx.torch.ops import Handle, check_tensor, mark_written, submit, summable
 from bpsx.torch.sparse import DENSE, SparseSum, check_sparse, empty_like
-from bpsx.torch.under_way import ended, raise_first, zero_gradient
+from bpsx.torch.under_way import Round, ended, raise_first, zero_gradient
 from bpsx.torch.users import Count, Users
 
 PREFIX = "Gradient."
@@ -55,21 +55,6 @@ class Managed:
     def is_sparse(self) -> bool:
         """Whether the gradient is sparse as it stands."""
         return self.parameter.grad is not None and self.parameter.grad.layout == torch.sparse_coo
-
-
-class Round:
-    """One exchange of all gradients, from the first wait to its end.
-
-    A wait may be interrupted: Ctrl-C, or whatever else a signal's handler raises. Then the round stays open, and who waits next goes on with it:
-    what this worker has pushed and what it has not is the same as before. So it is cleared only when there is nothing left to wait for.
-    """
-
-    def __init__(self, failures: list[Exception]) -> None:
-        self.failures: list[Exception | None] = [*failures]
-        self.users: Users | None = None     # begun, not heeded
-        self.frozen: set[int] = set()       # by id of Managed: what this worker does not push
-        self.begun = False                  # all that is sure to be pushed has been
-        self.pushed = False                 # everything else has been
 
 
 class Exchange:
@@ -228,12 +213,15 @@ class Exchange:
         now = self._open_round()
         self._push_missing(now)
         ours = [m for m in self._managed if m.pushed is not None]
+        together = all_together(ours)
         for managed in ours:
             if isinstance(managed.pushed, SparseSum):
                 self._heed(now)
                 managed.pushed.advance()
-        if now.users is not None and all(isinstance(m.pushed, Pushed) and m.pushed.in_batch and not m.stands_in for m in ours) and not now.frozen:
+        if now.users is not None and together and not now.frozen:
             self._late, now.users = now.users, None
+        if together and now.users is None and not discard:
+            ours = settle(ours)
         for managed in ours:
             self._await(self._discard if discard else self._receive, managed, now)
         self._heed(now)
@@ -262,7 +250,7 @@ class Exchange:
         for m in self._managed:
             if isinstance(m.pushed, Pushed) and m.pushed.failed:
                 m.pushed = None
-        missing = [m for m in self._managed if m.parameter.requires_grad and m.wanted and m.pushed is None]
+        missing = [m for m in self._managed if m.pushed is None and m.wanted and m.parameter.requires_grad]
         unsure = [m for m in missing if m.parameter.grad is None and m.name in self.choices]
         if not now.begun:
             try:

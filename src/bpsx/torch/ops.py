@@ -125,6 +125,27 @@ def mark_written(tensor: torch.Tensor) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
+def mark_all_written(tensors: list[torch.Tensor]) -> None:
+    """The same for many, none of which is an inference tensor."""
+    if _MARKS_MANY:
+        torch.autograd.graph.increment_version(tensors)
+        return
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)
+
+
+def _marks_many() -> bool:
+    """Newer releases of PyTorch take many tensors in one call."""
+    try:
+        torch.autograd.graph.increment_version([])
+    except (TypeError, AttributeError):
+        return False
+    return True
+
+
+_MARKS_MANY = _marks_many()
+
+
 def dtype_name(tensor: torch.Tensor) -> str:
     """``float32`` and the like."""
     return SUMMED.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")

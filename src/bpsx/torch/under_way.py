@@ -6,11 +6,28 @@ from typing import Any, Protocol
 
 import torch
 
+from bpsx.torch.users import Users
+
 
 class Waited(Protocol):
     def done(self) -> bool: ...
 
     def wait(self) -> Any: ...
+
+
+class Round:
+    """One exchange of all gradients, from the first wait to its end.
+
+    A wait may be interrupted: Ctrl-C, or whatever else a signal's handler raises. Then the round stays open, and who waits next goes on with it:
+    what this worker has pushed and what it has not is the same as before. So it is cleared only when there is nothing left to wait for.
+    """
+
+    def __init__(self, failures: list[Exception]) -> None:
+        self.failures: list[Exception | None] = [*failures]
+        self.users: Users | None = None     # begun, not heeded
+        self.frozen: set[int] = set()       # by id of Managed: what this worker does not push
+        self.begun = False                  # all that is sure to be pushed has been
+        self.pushed = False                 # everything else has been
 
 
 def ended(operation: Waited) -> Exception | None:

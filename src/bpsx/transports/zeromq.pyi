@@ -9,8 +9,8 @@ class ZeroMQEndpoint:
         self, *, io_threads: int, send_buffer: int, heartbeat_interval: float, heartbeat_timeout: float, secret: bytes = b"",
         encrypt: bool = False, most_bytes: int = -1,
     ) -> None:
-        """``send_buffer``: bytes, 0 to choose; the heartbeat's times are in seconds, interval 0 for none; ``most_bytes`` that a frame may have
-        which arrives, -1 for no bound; ``secret`` and ``encrypt`` alike on both ends."""
+        """``send_buffer``: bytes of each connection, 0 for the system's own tuning; the heartbeat's times are in seconds, interval 0 for none;
+        ``most_bytes`` that a frame may have which arrives, -1 for no bound; ``secret`` and ``encrypt`` alike on both ends."""
     @property
     def address(self) -> str:
         """``host:port`` after :meth:`bind`, else empty."""

@@ -26,7 +26,7 @@ from bpsx.transports.abi cimport Endpoint, Message, done_fn
 from bpsx import secret as secrets
 from bpsx.errors import TransportError
 from bpsx.transports import door
-from bpsx.transports.address import is_ipv6, is_loopback, join_host_port, resolve, tcp_url
+from bpsx.transports.address import is_ipv6, join_host_port, resolve, tcp_url
 
 cdef extern from "errno.h" nogil:
     enum:
@@ -73,9 +73,6 @@ cdef enum:
     ID_TAG = 1                  # ZeroMQ reserves ids that begin with a zero byte
 
 NEVER_MS = 10**9
-# On loopback a send buffer of this size keeps what is in flight in the caches: half as fast again as with the kernel's own tuning, which lets
-# megabytes pile up (docs/decisions/0003). Across a network the kernel knows better.
-LOOPBACK_SEND_BUFFER = 448 << 10
 BACKLOG = 4096
 KEY_PURPOSE = "data connection: lanes' key"
 
@@ -257,7 +254,6 @@ cdef class ZeroMQEndpoint:
     cdef bint encrypt, joined
     cdef readonly str address
     cdef dict peers
-    cdef int send_buffer
     cdef bint closed
 
     def __cinit__(self, *, int io_threads, int send_buffer, double heartbeat_interval, double heartbeat_timeout, bytes secret=b"",
@@ -266,13 +262,13 @@ cdef class ZeroMQEndpoint:
         if self.state.wake_fd < 0:
             raise OSError("eventfd: cannot create a wake-up descriptor (too many open files?)")
         self.address = ""
-        self.send_buffer = send_buffer
         self.secret = secret
         self.encrypt = encrypt
         self.peers = {}
         self.context = zmq.Context(io_threads)
         socket = self.context.socket(zmq.ROUTER)
         self.socket = socket
+        socket.setsockopt(zmq.SNDBUF, send_buffer or -1)
         # What is in flight is bounded by the core's credit, not by dropping: ROUTER drops at its high-water mark.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
@@ -293,15 +289,9 @@ cdef class ZeroMQEndpoint:
         self.table.wait = zmq_wait
         self.table.wake = zmq_wake
 
-    cdef _size_buffer(self, str host):
-        """Set the send buffer for connections to or from ``host``: as told, or by the kind of address."""
-        size = self.send_buffer or (LOOPBACK_SEND_BUFFER if is_loopback(host) else -1)
-        self.socket.setsockopt(zmq.SNDBUF, size)
-
     def bind(self, host: str) -> str:
         """Listen on ``host`` at a port that the system chooses; returns and stores ``host:port``."""
         self.socket.setsockopt(zmq.IPV6, int(is_ipv6(host)))
-        self._size_buffer(host)
         self._guard()
         try:
             self.socket.bind(tcp_url(host, "*"))
@@ -361,7 +351,6 @@ cdef class ZeroMQEndpoint:
             # Numeric: libzmq reports a broken connection under the name it was given or the address it resolved, now this, now that.
             numeric = resolve(host, int(port))
             self.socket.setsockopt(zmq.IPV6, int(is_ipv6(numeric)))
-            self._size_buffer(numeric)
             self._show(address)
             self.socket.connect(tcp_url(numeric, port))
         except (OSError, zmq.ZMQError) as e:

@@ -10,9 +10,9 @@ import torch
 
 from bpsx import _adapter
 from bpsx.torch.compression import Compressor
-from bpsx.torch.exchange import Exchange, GradientOrderError, Managed, Round
+from bpsx.torch.exchange import Exchange, GradientOrderError, Managed
 from bpsx.torch.ops import Handle, submit
-from bpsx.torch.under_way import ended, raise_first, zero_gradient
+from bpsx.torch.under_way import Round, ended, raise_first, zero_gradient
 
 
 class _End:

@@ -1,0 +1,234 @@
+"""Workers that need PyTorch, as forks of a process that has imported it: that takes 2.5 s of a core, for each of some two hundred.
+
+As a script it is that process, the nursery: ``forking.py SOCKET_FD``. It has one thread, imports nothing of bpsx, and gives each of its children the
+input, output and environment that were asked for. What comes out is a process of its own in all that a test can see, except that its parent is the
+nursery. Only :func:`fits` and :class:`Fork` are for tests.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import IO, Any
+
+#: What is looked at while Python starts or PyTorch is imported, and so has to be as it was for the nursery.
+_EARLY = ("LD_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "TORCH_", "MALLOC_", "GLIBC_", "NUMBA_")
+_ROOM = 1 << 20
+_SECONDS = 60.0
+
+
+def _early(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(_EARLY)}
+
+
+def fits(source: str, environment: dict[str, str]) -> bool:
+    """Whether a worker that runs ``source`` is better forked, and can be."""
+    return ("import torch" in source or "bpsx.torch" in source) and _early(environment) == _early(_quiet())
+
+
+def _quiet() -> dict[str, str]:
+    """The nursery's variables."""
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+class _Nursery:
+    """The process whose forks they are, and a thread that hears from it who has ended."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (self._socket, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
+        self._process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=_quiet(),
+                                         stdin=subprocess.DEVNULL)
+        theirs.close()
+        self._changed, self._one_by_one = threading.Condition(), threading.Lock()
+        self._born: list[tuple[int, int]] = []
+        self._ended: dict[int, int] = {}
+        self._gone = False
+        threading.Thread(target=self._listen, daemon=True).start()
+        atexit.register(self._end)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message, fds, _, _ = socket.recv_fds(self._socket, 4096, 1)
+            except OSError:
+                message, fds = b"", []
+            with self._changed:
+                if not message:
+                    self._gone = True
+                else:
+                    said = json.loads(message)
+                    if fds:
+                        self._born.append((said["pid"], fds[0]))
+                    else:
+                        self._ended[said["pid"]] = said["status"]
+                self._changed.notify_all()
+                if self._gone:
+                    return
+
+    def fork(self, source: str, environment: dict[str, str], fds: list[int]) -> tuple[int, int]:
+        """Its process id, and a descriptor that stands for it."""
+        task = {"source": source, "environment": environment, "folder": os.getcwd()}
+        with self._one_by_one, self._changed:
+            socket.send_fds(self._socket, [json.dumps(task).encode()], fds)
+            if not self._changed.wait_for(lambda: self._born or self._gone, _SECONDS) or not self._born:
+                raise AssertionError("the process that has PyTorch does not answer")
+            return self._born.pop()
+
+    def status(self, pid: int, timeout: float | None) -> int | None:
+        """How it has ended, as :class:`subprocess.Popen` has it; None: not within ``timeout`` seconds."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: pid in self._ended or self._gone, timeout):
+                return None
+            return self._ended.get(pid, -signal.SIGKILL)
+
+    def _end(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._process.wait()
+
+
+_lock = threading.Lock()
+_one: list[_Nursery] = []
+
+
+def _nursery() -> _Nursery:
+    with _lock:
+        if not _one:
+            _one.append(_Nursery())
+        return _one[0]
+
+
+def nursery_pid() -> int | None:
+    """Of the process that stays for the tests to come."""
+    return _one[0].pid if _one else None
+
+
+class Fork:
+    """What a test needs of :class:`subprocess.Popen`, for a worker that has forked."""
+
+    def __init__(self, source: str, environment: dict[str, str]) -> None:
+        inward, outward, errors = os.pipe(), os.pipe(), os.pipe()
+        self._of = _nursery()
+        self.args = ["fork", source]
+        self.returncode: int | None = None
+        try:
+            self.pid, self._descriptor = self._of.fork(source, environment, [inward[0], outward[1], errors[1]])
+        finally:
+            for fd in (inward[0], outward[1], errors[1]):
+                os.close(fd)
+        self.stdin: IO[str] = os.fdopen(inward[1], "w")
+        self.stdout: IO[str] = os.fdopen(outward[0], errors="replace")
+        self.stderr: IO[str] = os.fdopen(errors[0], errors="replace")
+
+    def poll(self) -> int | None:
+        return self._look(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        status = self._look(timeout)
+        if status is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return status
+
+    def _look(self, timeout: float | None) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._of.status(self.pid, timeout)
+            if self.returncode is not None:
+                os.close(self._descriptor)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):       # it has ended, and we have not heard yet
+                signal.pidfd_send_signal(self._descriptor, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _serve(ours: socket.socket) -> dict[str, Any] | None:
+    """Fork what is asked for, and tell who has ended. In a child: what it is to do; None at the end."""
+    news, told = os.pipe()
+    for fd in (news, told):
+        os.set_blocking(fd, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(told)
+    while True:
+        ready, _, _ = select.select([ours, news], [], [])
+        if news in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(news, 4096)
+            _bury(ours)
+        if ours not in ready:
+            continue
+        message, fds, _, _ = socket.recv_fds(ours, _ROOM, 3)
+        if not message:
+            return None
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            ours.close()
+            os.close(news)
+            os.close(told)
+            return _settle(json.loads(message), fds)
+        for fd in fds:
+            os.close(fd)
+        descriptor = os.pidfd_open(pid)
+        socket.send_fds(ours, [json.dumps({"pid": pid}).encode()], [descriptor])
+        os.close(descriptor)
+
+
+def _bury(ours: socket.socket) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            ours.send(json.dumps({"pid": ended[0], "status": os.waitstatus_to_exitcode(ended[1])}).encode())
+
+
+def _settle(task: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+    """Be the process that was asked for, with its input, output and environment."""
+    for i, fd in enumerate(fds):
+        os.dup2(fd, i)
+        os.close(fd)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", 0, closefd=False), errors="backslashreplace", write_through=True)
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    os.environ.clear()
+    os.environ.update(task["environment"])
+    os.chdir(task["folder"])
+    sys.argv, sys.path[0] = ["-c"], ""
+    numpy.random.seed()
+    return task
+
+
+def _be(task: dict[str, Any]) -> None:
+    """Run the source as what ``python -c`` would make of it: this module becomes its own."""
+    own = sys.modules["__main__"].__dict__
+    for name in [n for n in own if n not in ("__name__", "__builtins__")]:
+        del own[name]
+    exec(compile(task["source"], "<string>", "exec"), own)
+
+
+if __name__ == "__main__":
+    import numba  # noqa: F401
+    import numpy
+    import torch  # noqa: F401
+
+    assert len(os.listdir("/proc/self/task")) == 1, "what forks has to have one thread"
+    _task = _serve(socket.socket(fileno=int(sys.argv[1])))
+    if _task is not None:
+        _be(_task)
