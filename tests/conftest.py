@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+pytest.register_assert_rewrite("launching")
 from forking import nursery_pid  # noqa: E402  (it is beside this file)
 
 # Compiled kernels stay in the checkout: a run leaves nothing elsewhere.

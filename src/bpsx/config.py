@@ -10,7 +10,7 @@ import difflib
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -389,13 +389,21 @@ def _complain(source: Mapping[str, str]) -> Iterable[str]:
             yield f"{name} is not a known option" + (f"; did you mean {near[0]}?" if near else "")
 
 
+def _cache_places(source: Mapping[str, str]) -> Iterator[Path]:
+    """Where compiled kernels may be, best first."""
+    if named := _path(source.get("BPSX_CACHE_DIR", "")):
+        yield Path(named)
+        return
+    yield Path(source.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")) / "bpsx"
+    # Looked up only if need be: that makes a file for a moment, which stays if we are killed in it.
+    yield Path(tempfile.gettempdir()) / f"bpsx-{os.getuid()}"
+
+
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     """A folder for compiled kernels that this user may write to: made if need be, private to the user."""
-    source = os.environ if environ is None else environ
-    named = _path(source.get("BPSX_CACHE_DIR", ""))
-    home = source.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    fallback = Path(tempfile.gettempdir()) / f"bpsx-{os.getuid()}"
-    for folder in ([Path(named)] if named else [Path(home) / "bpsx", fallback]):
+    tried = []
+    for folder in _cache_places(os.environ if environ is None else environ):
+        tried.append(str(folder))
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError:
@@ -404,8 +412,7 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
         # Who may write there decides what code runs here.
         if os.access(folder, os.W_OK) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
             return folder
-    raise ConfigError(f"BPSX_CACHE_DIR: no folder that this user and nobody else may write to for compiled kernels; tried "
-                      f"{named or [home, str(fallback)]}")
+    raise ConfigError("BPSX_CACHE_DIR: no folder that this user and nobody else may write to for compiled kernels; tried " + ", ".join(tried))
 
 
 def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:

@@ -155,6 +155,7 @@ def test_the_reference_tells_every_option():
 
 
 def test_cache_folder_is_private_and_falls_back(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: pytest.fail("looked for where it was not needed"))
     folder = cache_dir({"XDG_CACHE_HOME": str(tmp_path)})
     assert folder == tmp_path / "bpsx" and stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert cache_dir({"BPSX_CACHE_DIR": str(tmp_path / "a" / "b")}) == tmp_path / "a" / "b"
