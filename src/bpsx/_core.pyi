@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
 
-from bpsx._handle import Handle
+from bpsx._handle import Handle, Item
 from bpsx._tensor import Tensor
 from bpsx.local._cuda import Gpu, Moment
 
@@ -73,11 +73,9 @@ class Core:
     def release(self, handle: Handle, tensor: Tensor, will_wait: bool = False) -> None:
         """Hand a prepared handle to the driver."""
     def submit_all(
-        self, items: Sequence[tuple[str, Any, int]], tensors: Sequence[Tensor | None], divisor: int, on: tuple[Gpu, Callable[[], int], Moment | None],
-        begun: list[Any],
+        self, items: list[Item], tensors: list[Tensor | None], divisor: int, on: tuple[Gpu, Callable[[], int], Moment | None],
     ) -> None:
-        """As :meth:`submit` of each of ``items`` (:class:`bpsx.devices.Item`), in place and at once, but for those with None in ``tensors``. Handles
-        go to their places in ``begun``."""
+        """As :meth:`submit` of each of ``items``, in place and at once, but for those with None in ``tensors``. Items have their handles then."""
     def copy_through(self, handle: Handle, nbytes: int) -> None:
         """What a push_pull is with a single worker: input to output, done."""
     def end(self, handle: Handle, status: int, detail: str | None) -> None:

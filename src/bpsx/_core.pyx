@@ -31,7 +31,7 @@ from bpsx.core.status cimport DONE, E_DEVICE, E_SHUTDOWN
 from bpsx.core.telling cimport tell_failed, tell_failing, tell_known
 from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock, wait_until
 from bpsx.core.watch cimport Watch
-from bpsx._handle cimport Handle
+from bpsx._handle cimport Handle, Item
 from bpsx._tensor cimport Tensor
 from bpsx.transports.abi cimport Endpoint
 
@@ -220,26 +220,30 @@ cdef class Core:
             with nogil:
                 submit(&self.c, &handle.task, &handle.task, 1, will_wait)
 
-    def submit_all(self, list items, list tensors, uint32_t divisor, on, list begun) -> None:
-        """As :meth:`submit` of each of ``items`` (:class:`bpsx.devices.Item`), in place and at once, with one moment ``on`` the GPU for all but
+    def submit_all(self, list items, list tensors, uint32_t divisor, on) -> None:
+        """As :meth:`submit` of each of ``items`` (:class:`bpsx._handle.Item`), in place and at once, with one moment ``on`` the GPU for all but
         those with None in ``tensors``. Their memory is freed in the order of streams, and is let go when the stream that made it has met the end.
-        Handles go to their places in ``begun``, before anything can interrupt the caller; they have no result."""
+        Items have their handles before anything can interrupt the caller; those have no result."""
         cdef Handle handle
         cdef Tensor tensor
+        cdef Item item
         cdef Task *first = NULL
         cdef Task *last = NULL
-        cdef uint32_t n = 0
-        made = []
+        cdef uint32_t i, n = 0
+        cdef list made = []
         self.reap()
-        for (name, view, priority), tensor in zip(items, tensors):
+        for i in range(<uint32_t>len(items)):
             handle = None
-            if tensor is not None:
-                handle = self._new(name, divisor, priority, view.owner, None)
+            if tensors[i] is not None:
+                item = items[i]
+                handle = self._new(item.name, divisor, item.priority, item.owner, None)
                 handle.by_stream = True
-                handle.task.input = handle.task.output = <char *><uintptr_t>view.address
+                handle.task.input = handle.task.output = <char *><uintptr_t>item.address
                 self._put_handle_on(handle, on)
             made.append(handle)
-        begun[:] = made
+        for i in range(<uint32_t>len(items)):
+            item = items[i]
+            item.begun = made[i]
         for handle, tensor in zip(made, tensors):
             if handle is not None and self._join(handle, tensor):
                 if n == 0:

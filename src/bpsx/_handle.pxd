@@ -6,6 +6,16 @@ from bpsx.core.partition cimport Task
 from bpsx.core.state cimport Core as CCore
 
 
+
+cdef class Item:                # see _handle.pyx
+    cdef readonly str name, dtype
+    cdef readonly object shape
+    cdef readonly object owner
+    cdef readonly uint64_t address, nbytes
+    cdef readonly int priority
+    cdef public object begun
+
+
 cdef class Handle:
     cdef Task task
     cdef CCore *c               # of the core,
@@ -25,4 +35,5 @@ cdef class Handle:
     cdef void _release_buffers(self)
     cdef _output(self)
     cdef _meet(self, uint64_t stream)
+    cdef bint is_behind(self, uint64_t stream, uint64_t by)
     cdef _between_slices(self, int64_t end)

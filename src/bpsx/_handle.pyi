@@ -1,8 +1,30 @@
-"""One push_pull under way; see ``_handle.pyx``."""
+"""One push_pull; see ``_handle.pyx``."""
 
 from typing import Any
 
 from bpsx.local._cuda import Gpu
+
+class Item:
+    """A tensor of several that are summed in place, all on one GPU and made by one stream. ``view``: see :class:`bpsx._adapter.TensorView`."""
+
+    #: The handle, when it has begun; what has kept it from that; None before.
+    begun: Handle | Exception | None
+    def __init__(self, name: str, view: Any, priority: int = 0) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def owner(self) -> object: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def priority(self) -> int: ...
+
 
 class Handle:
     """One push_pull under way. Thread-safe."""

@@ -1,12 +1,12 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""One push_pull under way, as who waits for it sees it."""
+"""One push_pull, as who asks for it among others and who waits for it sees it."""
 from cpython.buffer cimport PyBuffer_Release
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 
 from bpsx.core.loop cimport wait_for
 from bpsx.core.reaping cimport met, now_met
-from bpsx.core.status cimport PENDING
+from bpsx.core.status cimport DONE, PENDING
 from bpsx.core.sync cimport atomic_load, now_ns
 
 from bpsx import errors
@@ -16,6 +16,17 @@ cdef extern from "<unistd.h>" nogil:
 
 # How long a wait stays without the GIL before it looks for signals (Ctrl-C).
 cdef int64_t SLICE_NS = 200_000_000
+
+
+cdef class Item:
+    """A tensor of several that are summed in place, all on one GPU and made by one stream; see :meth:`bpsx.session.Session.push_pull_all`.
+
+    ``view``: see :class:`bpsx._adapter.TensorView`. ``begun``: the handle, when it has begun; what has kept it from that; None before.
+    """
+
+    def __init__(self, str name, view, int priority=0) -> None:
+        self.name, self.priority, self.begun = name, priority, None
+        self.address, self.nbytes, self.dtype, self.shape, self.owner = view.address, view.nbytes, view.dtype, view.shape, view.owner
 
 
 cdef class Handle:
@@ -71,6 +82,14 @@ cdef class Handle:
         if self.task.status < 0:
             raise self.core.error_of(self)
         return self.result
+
+    cdef bint is_behind(self, uint64_t stream, uint64_t by):
+        """Whether it has ended well, and ``stream``, whose number is ``by``, goes on after that: then there is nothing left to wait for."""
+        if atomic_load(&self.task.status) != DONE or not met(self.c, &self.task, by):
+            return False
+        if self.by_stream and stream == self.task.stream:
+            self.owner = None
+        return True
 
     cdef _meet(self, uint64_t stream):
         """Have a stream go on after our end. One that goes on after a later end does already: of hundreds of gradients one is enough."""

@@ -46,14 +46,6 @@ class View(Protocol):
     def streams(self) -> Streams | None: ...
 
 
-class Item(NamedTuple):
-    """A tensor of several that are summed in place."""
-
-    name: str
-    view: View
-    priority: int
-
-
 class OnGpu(NamedTuple):
     """Where a tensor is that is on a GPU, as :meth:`bpsx._core.Core.prepare` takes it."""
 
@@ -77,20 +69,24 @@ class Devices:
         self._closed = False
         self._gatherings = 0    # how often all workers have joined
 
-    def place(self, name: str, source: View, target: View, stream: int | None = None) -> OnGpu | None:
-        """Where a tensor is: None for the host's memory. ``stream``: what makes it; None: the current one at the time.
-
-        Raises :class:`~bpsx.errors.ConfigError` if its output is elsewhere, or on a second GPU, and where a given stream cannot tell.
-        """
+    def place(self, name: str, source: View, target: View) -> OnGpu | None:
+        """Where a tensor is: None for the host's memory. Raises :class:`~bpsx.errors.ConfigError` if its output is elsewhere, or on a second GPU."""
         if source.gpu < 0 and target.gpu < 0:
             return None
         if source.gpu != target.gpu or source.streams is None:
             where = ["the host's memory" if gpu < 0 else f"GPU {gpu}" for gpu in (source.gpu, target.gpu)]
             raise ConfigError(f"{name!r}: input is in {where[0]}, output in {where[1]}: must be alike")
+        return self.place_on(name, source.gpu, source.streams)
+
+    def place_on(self, name: str, ordinal: int, streams: Streams, stream: int | None = None) -> OnGpu:
+        """Where tensors on a GPU are, of which ``name`` is the first. ``stream``: what makes them; None: the current one at the time.
+
+        Raises :class:`~bpsx.errors.ConfigError` if it is a second GPU, and if the stream cannot tell.
+        """
         gpu = self._gpu
-        if gpu is None or gpu.ordinal != source.gpu:
-            gpu = self._open(name, source.gpu)
-        return OnGpu(gpu, source.streams, None if stream is None else gpu.moment(stream, name))
+        if gpu is None or gpu.ordinal != ordinal:
+            gpu = self._open(name, ordinal)
+        return OnGpu(gpu, streams, None if stream is None else gpu.moment(stream, name))
 
     @property
     def batch_bytes(self) -> int:

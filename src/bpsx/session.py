@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from bpsx import errors
 from bpsx._core import Core
-from bpsx._handle import Handle
+from bpsx._handle import Handle, Item
 from bpsx._tensor import Tensor
 from bpsx._watch import monotonic_ns
 from bpsx.compressing import Compressing, Remembered
 from bpsx.compression import Compression, parse
 from bpsx.config import Config
 from bpsx.declaring import Declared, check_name, check_new
-from bpsx.devices import Devices, Item, OnGpu, View
+from bpsx.devices import Devices, OnGpu, Streams, View
 from bpsx.dtypes import BY_CODE, BY_NAME, FLOAT_CODES, dtype_named
 from bpsx.forking import keep_from_children
 from bpsx.host import keep_memory, own_host
@@ -309,33 +308,31 @@ class Session:
             (target.address, target.nbytes), divisor=self.size if average else 1, priority=priority, will_wait=will_wait, rate=rate,
             owner=(source.owner, target.owner), result=result, on=place)
 
-    def push_pull_all(self, items: list[Item], stream: int, begun: list[Handle | Exception | None], *, average: bool) -> None:
-        """As :meth:`push_pull` of each, in place, all on this process's GPU and made by one of CUDA's streams: for many, at a fraction of its costs.
+    def push_pull_all(self, items: list[Item], gpu: int, streams: Streams, stream: int, *, average: bool) -> None:
+        """As :meth:`push_pull` of each, in place, all on a GPU and made by ``stream`` of CUDA's: for many, at a fraction of its costs. ``streams``:
+        gives the stream of who waits.
 
-        Begins those that it can, and puts their handles into their places in ``begun``, which is as long as ``items``; in the place of another is
-        what :meth:`push_pull` would raise. Raises what concerns them all, with none begun.
+        Begins those that it can: they have their handles then, and the others what :meth:`push_pull` would raise. Raises what concerns all.
         """
-        on = self.devices.place(items[0].name, items[0].view, items[0].view, stream)
-        assert on is not None
+        on = self.devices.place_on(items[0].name, gpu, streams, stream)
         divisor = self.size if average else 1
-        self._core.submit_all(items, self._known(items), divisor, on, begun)
-        for i, item in enumerate(items):
-            if begun[i] is None:
-                begun[i] = self._begin(item, divisor, on)
+        self._core.submit_all(items, self._known(items), divisor, on)
+        for item in items:
+            if item.begun is None:
+                item.begun = self._begin(item, divisor, on)
 
-    def _known(self, items: Sequence[Item]) -> list[Tensor | None]:
+    def _known(self, items: list[Item]) -> list[Tensor | None]:
         """What the core knows of those that need no word of ours."""
         if self.compressing.any or self._async or self._joining.active:
             return [None] * len(items)
-        meanings = self._tensors
-        return [meanings[name].now(view.shape, FLOAT_CODES.get(view.dtype, 0), None) if name in meanings else None for name, view, _ in items]
+        found = [self._tensors.get(item.name) for item in items]
+        return [None if known is None else known.now(item.shape, FLOAT_CODES.get(item.dtype, 0), None) for item, known in zip(items, found)]
 
     def _begin(self, item: Item, divisor: int, on: OnGpu) -> Handle | Exception:
-        name, view, priority = item
-        where = (view.address, view.nbytes)
+        where = (item.address, item.nbytes)
         try:
-            handle = self._submit(name, view.shape, BY_NAME[view.dtype].code, view.nbytes, where, where, divisor=divisor, priority=priority,
-                                  will_wait=False, owner=view.owner, result=None, on=on)
+            handle = self._submit(item.name, item.shape, BY_NAME[item.dtype].code, item.nbytes, where, where, divisor=divisor,
+                                  priority=item.priority, will_wait=False, owner=item.owner, result=None, on=on)
         except Exception as e:
             return e.with_traceback(None)
         handle.by_stream = True

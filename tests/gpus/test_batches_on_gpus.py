@@ -17,9 +17,9 @@ BATCH = """
 from bpsx._adapter import Item
 
 def begin(arrays, average=False, stream=None):
-    begun = [None] * len(arrays)
-    api.session().push_pull_all([Item(name, view(a), 0) for name, a in arrays.items()], main if stream is None else stream, begun, average=average)
-    return begun
+    items, on = [Item(name, view(a)) for name, a in arrays.items()], main if stream is None else stream
+    api.session().push_pull_all(items, 0, lambda: main, on, average=average)
+    return [item.begun for item in items]
 """
 
 
@@ -151,16 +151,19 @@ from bpsx.torch import _gradients, batch, exchange, ops
 from bpsx.errors import ConfigError
 
 known = {}
-def as_on_gpu(address, nbytes, dtype, shape, owner, device, streams):
+def take_for_a_gpus(address, nbytes, storage):
     if nbytes and address not in known:
         cuda.device_memory(address, nbytes)
-        known[address] = owner.untyped_storage()._weak_ref()    # for ever: it is not given back
-    return TensorView(address, nbytes, dtype, shape, owner, 0, streams)
+        known[address] = storage._weak_ref()        # for ever: it is not given back
 
-_gradients.TensorView, _gradients.streams_of, _gradients.ALL_ON_GPU = as_on_gpu, lambda device: lambda: stream[0], True
+def as_on_gpu(tensor, nbytes, dtype, shape):
+    take_for_a_gpus(tensor.data_ptr(), nbytes, tensor.untyped_storage())
+    return TensorView(tensor.data_ptr(), nbytes, dtype, shape, tensor, 0, lambda: stream[0])
+
+_gradients.streams_of, _gradients.ALL_ON_GPU = lambda device: lambda: stream[0], take_for_a_gpus
 
 def alone(*arguments, **options):
-    ops.view_at = lambda t, nbytes, dtype, shape: as_on_gpu(t.data_ptr(), nbytes, dtype, shape, t, 0, lambda: stream[0])
+    ops.view_at = as_on_gpu
     try:
         return ops.submit(*arguments, **options)
     finally:

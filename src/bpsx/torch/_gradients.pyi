@@ -6,12 +6,12 @@ from weakref import ref
 
 import torch
 
-from bpsx._adapter import Handle, Item
+from bpsx._adapter import Item, Streams
 
 _M = TypeVar("_M")
 
-#: A test may take all memory for a GPU's.
-ALL_ON_GPU: bool
+#: A test may take all memory for the first GPU's. Then it is called with that of each gradient: address, bytes, PyTorch's storage.
+ALL_ON_GPU: Callable[[int, int, Any], None] | None
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is on a GPU that bpsx knows."""
@@ -23,16 +23,13 @@ def is_alone(tensor: torch.Tensor) -> bool:
 def version(tensor: torch.Tensor) -> int | None:
     """How often ``tensor``, or another one in the same memory, has been written to; None if nobody counts."""
 
-class Pushed:
-    """A gradient under way: ``gradient`` is what the average goes into, ``ctx`` the compressor's. It may have to wait for others of a ``batch``.
+class Pushed(Item):
+    """A gradient under way: ``gradient`` is what the average goes into, ``ctx`` the compressor's. It may have to wait for others of a batch.
 
-    ``own``: nothing else is in its memory, and so it may travel as it lies, and a write to it from now on until the wait is noticed. ``plain``: the
-    tensor that has the sum then, if it is not the handle that gives it.
+    ``own``: nothing else is in its memory, and so it may travel as it lies, and a write to it from now on until the wait is noticed.
     """
 
-    def __init__(
-        self, gradient: torch.Tensor, ctx: Any, own: bool, handle: Any = None, plain: torch.Tensor | None = None, batch: Batch | None = None,
-    ) -> None: ...
+    def __init__(self, gradient: torch.Tensor, ctx: Any, own: bool, handle: Any) -> None: ...
     @property
     def gradient(self) -> torch.Tensor: ...
     @property
@@ -66,15 +63,15 @@ class Failed:
 class Batch:
     """What one optimizer's hooks have been given and have not begun yet. Thread-safe.
 
-    ``begin``: of items made by a stream, in place, puts handles or exceptions into a list of their length; ``begin_alone``: of a gradient and its
-    name gives a :class:`Pushed`; ``worth``: gives how many bytes are worth beginning.
+    ``begin``: of items, their GPU, what gives its current stream, and the stream that made them, begins them as
+    :meth:`bpsx.session.Session.push_pull_all` does; ``begin_alone``: of a gradient and its name gives a :class:`Pushed`; ``worth``: gives how many
+    bytes are worth beginning.
     """
 
     #: Hooks may leave out what they check otherwise: see :meth:`bpsx.torch.exchange.Exchange.accumulated`.
     quick: bool
     def __init__(
-        self, begin: Callable[[list[Item], int, list[Handle | Exception | None]], None], begin_alone: Callable[[torch.Tensor, Any], Pushed],
-        worth: Callable[[], int],
+        self, begin: Callable[[list[Item], int, Streams, int], None], begin_alone: Callable[[torch.Tensor, Any], Pushed], worth: Callable[[], int],
     ) -> None: ...
     def add(self, gradient: torch.Tensor, named: Any) -> Pushed:
         """Sum a gradient on the GPU. ``named``: see :class:`bpsx.torch.batch.Named`. Raises why one cannot begin that has to alone."""

@@ -9,15 +9,19 @@ import threading
 from copy import copy
 
 import torch
+from libc.stdint cimport int64_t, uint64_t
 
-from bpsx._adapter import Item, TensorView
+from bpsx._adapter cimport Handle, Item
+
 from bpsx.torch.eager import eager
 from bpsx.torch.ops import SUMMED, mark_all_written, streams_of
 
-#: References to the memory of a tensor that is alone: its own, and that of who asks.
-cdef int ALONE = 2
-#: A test may take all memory for a GPU's.
-ALL_ON_GPU = False
+cdef enum:
+    ALONE = 2                   # references to the memory of a tensor that is alone: its own, and that of who asks
+    UNCOUNTED = -1              # a version that nobody counts
+
+#: A test may take all memory for the first GPU's. Then it is called with that of each gradient: address, bytes, PyTorch's storage.
+ALL_ON_GPU = None
 
 _strided, _Tensor = torch.strided, torch.Tensor
 _uses = getattr(torch._C, "_storage_Use_Count", None)
@@ -25,13 +29,18 @@ _uses = getattr(torch._C, "_storage_Use_Count", None)
 
 cpdef bint is_on_gpu(tensor) except -1:
     """Whether ``tensor`` is on a GPU that bpsx knows."""
-    return tensor.is_cuda or ALL_ON_GPU
+    return tensor.is_cuda or ALL_ON_GPU is not None
+
+
+cdef bint shares(memory) except -1:
+    """Whether others than one tensor have this storage."""
+    return _uses is not None and <int64_t>_uses(memory._cdata) > ALONE
 
 
 def is_shared(gradient) -> bool:
     """Whether other tensors have their elements in the same memory. Autograd may give two parameters one gradient's memory: where both go into one
     sum through views of them. The average of the first would come home into what the second has still to push."""
-    return _uses is not None and _uses(gradient.untyped_storage()._cdata) > ALONE
+    return shares(gradient.untyped_storage())
 
 
 def is_alone(tensor) -> bool:
@@ -39,51 +48,65 @@ def is_alone(tensor) -> bool:
     return tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
+cdef int64_t counted(tensor) except -2:
+    """How often a dense tensor has been written to."""
+    try:
+        return tensor._version
+    except RuntimeError:            # made in inference mode. To ask before costs every other tensor a call
+        return UNCOUNTED
+
+
 def version(tensor) -> int | None:
     """How often ``tensor``, or another one in the same memory, has been written to; None if nobody counts."""
     return tensor._version if tensor.layout is _strided and not tensor.is_inference() else None
 
 
-cdef class Pushed:
-    """A gradient under way: ``gradient`` is what the average goes into, ``ctx`` the compressor's. It may have to wait for others of a ``batch``.
+cdef class Pushed(Item):
+    """A gradient under way: ``gradient`` is what the average goes into, ``ctx`` the compressor's. It may have to wait for others of a batch.
 
-    ``own``: nothing else is in its memory, and so it may travel as it lies, and a write to it from now on until the wait is noticed. ``plain``: the
-    tensor that has the sum then, if it is not the handle that gives it.
+    ``own``: nothing else is in its memory, and so it may travel as it lies, and a write to it from now on until the wait is noticed.
     """
     cdef readonly object gradient, ctx
     cdef readonly bint own
     cdef readonly bint written      # known after the wait
-    cdef Batch batch
-    cdef object handle, plain, version
+    cdef Batch batch                # None: it has begun alone
+    cdef int64_t version
     cdef bint waited
 
-    def __init__(self, gradient, ctx, bint own, handle=None, plain=None, Batch batch=None) -> None:
-        self.gradient, self.ctx, self.own, self.handle, self.plain, self.batch = gradient, ctx, own, handle, plain, batch
-        self.version = version(gradient) if own else None
+    def __init__(self, gradient, ctx, bint own, handle) -> None:
+        self.gradient, self.ctx, self.own, self.begun = gradient, ctx, own, handle
+        self.version = counted(gradient) if own and gradient.layout is _strided else UNCOUNTED
 
     @property
     def failed(self) -> bool:
         """Whether it could not begin."""
-        return isinstance(self.handle, Failed)
+        return isinstance(self.begun, Failed)
 
-    cdef handle_now(self):
-        if self.handle is None:
+    cdef handle(self):
+        if self.begun is None:
             with contextlib.suppress(Exception):    # the handle of what has failed says so
                 self.batch.submit()
-        return self.handle
+        return self.begun
+
+    cdef total(self):
+        """A tensor of the memory that was pushed: the gradient, unless ``gradient.data`` has been set meanwhile."""
+        if self.gradient.data_ptr() == self.address:
+            return self.gradient
+        memory, dtype = self.owner, getattr(torch, self.dtype)
+        return torch.empty(0, dtype=dtype, device=memory.device).set_(memory, (self.address - memory.data_ptr()) // dtype.itemsize, self.shape)
 
     def done(self) -> bool:
         """Whether it has ended, well or not. Does not block."""
-        return self.handle_now().done()
+        return self.handle().done()
 
     def wait(self):
         """The sum. Raises what has made it fail."""
-        handle = self.handle_now()
+        handle = self.handle()
         if not self.waited:         # the wait may itself write, to bring home what had to be laid out in another way
-            self.written = self.version is not None and self.gradient._version != self.version and is_alone(self.gradient)
+            self.written = self.version != UNCOUNTED and counted(self.gradient) != self.version and is_alone(self.gradient)
         received = handle.wait()
         self.waited = True
-        return received if self.plain is None else self.plain
+        return received if self.batch is None else self.total()
 
 
 def all_together(list managed) -> bool:
@@ -93,7 +116,7 @@ def all_together(list managed) -> bool:
         if type(m.pushed) is not Pushed:
             return False
         pushed = m.pushed
-        if pushed.batch is None or pushed.handle is None or pushed.failed or m.stands_in:
+        if pushed.batch is None or type(pushed.begun) is not Handle or m.stands_in:
             return False
     return True
 
@@ -102,19 +125,25 @@ def settle(list managed) -> list:
     """Wait for gradients that are :func:`all_together`, and see that they are where the optimizer looks. Returns those with which something is the
     matter, as they are: failed, written to, with other memory."""
     cdef Pushed pushed
+    cdef Handle handle
+    cdef uint64_t stream = 0, by = 0
     cdef list odd = [], done = []
     try:
         for m in managed:
             pushed = m.pushed
             gradient = pushed.gradient
-            if pushed.version is None or gradient._version != pushed.version or gradient.data_ptr() != pushed.plain.data_ptr():
+            if pushed.version == UNCOUNTED or <int64_t>gradient._version != pushed.version or <uint64_t>gradient.data_ptr() != pushed.address:
                 odd.append(m)
                 continue
-            try:
-                pushed.handle.wait()
-            except Exception:
-                odd.append(m)           # who waits again is told again
-                continue
+            handle = pushed.begun
+            if by == 0 or not handle.is_behind(stream, by):
+                try:
+                    handle.wait()
+                except Exception:
+                    odd.append(m)           # who waits again is told again
+                    continue
+                stream = handle.streams()
+                by = handle.gpu.number_of(stream)
             done.append(gradient)
             m.pushed = None
             if m.parameter.grad is not gradient:
@@ -147,34 +176,35 @@ cdef class Batch:
     cdef object begin, begin_alone, worth, lock, streams, stream
     cdef list waiting
     cdef int device
-    cdef long long nbytes, most
+    cdef uint64_t nbytes, most
 
     def __init__(self, begin, begin_alone, worth) -> None:
-        """``begin``: of items made by a stream, in place, puts handles or exceptions into a list of their length; ``begin_alone``: of a gradient and
-        its name gives a :class:`Pushed`; ``worth``: gives how many bytes are worth beginning."""
+        """``begin``: of a list of :class:`bpsx._handle.Item`, their GPU, what gives its current stream, and the stream that made them, begins them as
+        :meth:`bpsx.session.Session.push_pull_all` does; ``begin_alone``: of a gradient and its name gives a :class:`Pushed`; ``worth``: gives how
+        many bytes are worth beginning."""
         self.begin, self.begin_alone, self.worth = eager(begin), eager(begin_alone), eager(worth)
         self.lock, self.waiting, self.device = threading.RLock(), [], -2
 
-    def add(self, gradient, named) -> Pushed:
-        """Sum a gradient on the GPU: at once, on the current stream, if it has to be laid out in another way or shares its memory. Raises why that
+    cpdef Pushed add(self, gradient, named):
+        """Sum a dense gradient on the GPU: at once, on the current stream, if it has to be laid out in another way or shares its memory. Raises why that
         cannot begin; what cannot begin with others is told by the wait."""
         cdef Pushed pushed
-        cdef int device = gradient.get_device()
+        cdef int device = 0 if ALL_ON_GPU is not None else gradient.get_device()
         with self.lock:
             if device != self.device:
                 self.submit_quietly()
                 self.device, self.streams = device, streams_of(device)
-            view = self.plain_view(gradient)
-            if view is None:
+            pushed = self.plain(gradient)
+            if pushed is None:
                 return self.begin_alone(gradient, named)
-            pushed = Pushed(gradient, None, True, None, view.owner, self)
+            pushed.name, pushed.priority = named.wire, named.priority
             stream = self.streams()
             if self.waiting and stream != self.stream:
                 self.submit_quietly()
             if not self.waiting:
                 self.open_for(stream)
-            self.waiting.append((pushed, Item(named.wire, view, named.priority)))
-            self.nbytes += <long long>view.nbytes
+            self.waiting.append(pushed)
+            self.nbytes += pushed.nbytes
             if self.nbytes >= self.most:
                 self.submit_quietly()
             return pushed
@@ -204,31 +234,39 @@ cdef class Batch:
     cdef begin_all(self, list waiting):
         """Begin them. Returns a failure."""
         cdef Pushed pushed
-        cdef list begun = [None] * len(waiting)
-        failure = None
+        failure = of_all = None
         try:
-            self.begin([item for _, item in waiting], self.stream, begun)
+            self.begin(waiting, self.device, self.streams, self.stream)
         except Exception as e:
-            begun = [e.with_traceback(None)] * len(waiting)
+            of_all = e.with_traceback(None)
         finally:        # also if it is interrupted: what has begun has, and the rest waits on
-            for one, handle in zip(waiting, begun):
-                pushed = one[0]
-                if handle is None:
-                    self.waiting.append(one)
-                elif isinstance(handle, Exception):
-                    pushed.handle, failure = Failed(handle), copy(handle)
-                else:
-                    pushed.handle = handle
+            for pushed in waiting:
+                if pushed.begun is None:
+                    pushed.begun = of_all
+                if pushed.begun is None:
+                    self.waiting.append(pushed)
+                elif type(pushed.begun) is not Handle:
+                    failure = copy(pushed.begun)
+                    pushed.begun = Failed(pushed.begun)
         return failure
 
-    cdef plain_view(self, gradient):
+    cdef Pushed plain(self, gradient):
         """A gradient that can be summed as it lies, or None."""
+        cdef Pushed pushed
         dtype = SUMMED.get(gradient.dtype)
-        if dtype is None or gradient.layout is not _strided or type(gradient) is not _Tensor or not gradient.is_contiguous() or gradient.is_neg() \
-                or gradient.is_nested or is_shared(gradient):
+        if dtype is None or type(gradient) is not _Tensor or gradient.is_nested or not gradient.is_contiguous() or gradient.is_neg():
             return None
-        own = gradient.detach()             # `grad.data` may be set to other memory meanwhile
-        return TensorView(own.data_ptr(), gradient.nbytes, dtype, gradient.shape, own, self.device, self.streams)
+        memory = gradient.untyped_storage()
+        if shares(memory):
+            return None
+        pushed = Pushed.__new__(Pushed)
+        pushed.gradient, pushed.own, pushed.batch, pushed.version = gradient, True, self, counted(gradient)
+        # Kept by its storage: `gradient.data` may be set to other memory meanwhile.
+        pushed.owner, pushed.dtype, pushed.shape = memory, dtype, gradient.shape
+        pushed.address, pushed.nbytes = gradient.data_ptr(), gradient.nbytes
+        if ALL_ON_GPU is not None:
+            ALL_ON_GPU(pushed.address, pushed.nbytes, memory)
+        return pushed
 
 
 cdef class Hook:

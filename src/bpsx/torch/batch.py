@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from bpsx import _adapter
-from bpsx._adapter import Handle, Item
+from bpsx._adapter import Item, Streams
 from bpsx.torch._gradients import Batch, Pushed, is_shared
 from bpsx.torch.compression import Compressor, NoneCompressor
 from bpsx.torch.ops import check_tensor, check_writable, submit
@@ -33,8 +33,8 @@ def push(gradient: torch.Tensor, named: Named, average: bool, compression: type[
 
 def batch_of(average: bool) -> Batch:
     """For one optimizer. ``average``: whether gradients become averages, or sums."""
-    def begin(items: list[Item], stream: int, begun: list[Handle | Exception | None]) -> None:
-        _adapter.session().push_pull_all(items, stream, begun, average=average)
+    def begin(items: list[Item], gpu: int, streams: Streams, stream: int) -> None:
+        _adapter.session().push_pull_all(items, gpu, streams, stream, average=average)
 
     def begin_alone(gradient: torch.Tensor, named: Named) -> Pushed:
         return push(gradient, named, average)

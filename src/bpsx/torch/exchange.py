@@ -272,7 +272,7 @@ class Exchange:
         """Begin to sum who has ``used`` what."""
         if now.users is None:
             now.frozen = {id(m) for m in self._managed if m.pushed is None and not m.parameter.requires_grad}
-            now.users = Users(((used(m), id(m) not in now.frozen) for m in self._managed), name)
+            now.users = Users([used(m) for m in self._managed], [id(m) not in now.frozen for m in self._managed], name)
 
     def _await(self, receive: Callable[[Managed], None], managed: Managed, now: Round) -> None:
         """Let ``receive`` wait for a push. Before anything is really waited for, the workers have to be at one about what is pushed."""
@@ -409,7 +409,7 @@ class Exchange:
             gradient = parameter.grad = zero_gradient(parameter)
         elif gradient.layout is torch.sparse_coo:
             gradient = parameter.grad = gradient.detach().to_dense()
-        if self._goes_together(managed) and is_on_gpu(gradient):
+        if self._goes_together(managed) and gradient.layout is torch.strided and is_on_gpu(gradient):
             managed.pushed = self._batch.add(gradient, managed.named)
             return
         chosen = self.choices.get(managed.name)

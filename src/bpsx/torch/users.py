@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -25,13 +24,15 @@ class Count(NamedTuple):
 class Users:
     """The sum under way of three flags per parameter. All workers give the same parameters in the same order, under the same ``name``.
 
-    ``parameters``: for each, whether this worker has a gradient of it, and whether it trains it. Begun without waiting, so that it costs a message
+    ``used``: for each, whether this worker has a gradient of it; ``trained``: whether it trains it. Begun without waiting, so that it costs a message
     and no time. Raises :class:`~bpsx.errors.NotInitializedError`.
     """
 
-    def __init__(self, parameters: Iterable[tuple[bool, bool]], name: str) -> None:
-        flags = [flag for used, trained in parameters for flag in (used, trained, not trained)]
-        self._numbers = torch.tensor(flags, dtype=torch.int32, device="cpu").view(-1, 3)
+    def __init__(self, used: list[bool], trained: list[bool], name: str) -> None:
+        self._numbers = torch.zeros(len(used), 3, dtype=torch.int32, device="cpu")
+        for column, flags in enumerate((used, trained)):
+            self._numbers[:, column] = 1 if all(flags) else torch.tensor(flags, device="cpu")
+        self._numbers[:, 2] = 1 - self._numbers[:, 1]
         self._handle = submit(self._numbers, self._numbers, PREFIX + name, average=False, priority=_FIRST)
 
     def done(self) -> bool:

@@ -1,0 +1,2 @@
+# What a plugin's extension modules see of bpsx; see _adapter.py.
+from bpsx._handle cimport Handle, Item
