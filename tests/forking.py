@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
+import itertools
 import json
 import os
 import select
@@ -51,7 +52,8 @@ class _Nursery:
                                          stdin=subprocess.DEVNULL)
         theirs.close()
         self._changed, self._one_by_one = threading.Condition(), threading.Lock()
-        self._born: list[tuple[int, int]] = []
+        self._born: dict[int, tuple[int, int]] = {}             # by the number of what was asked for
+        self._numbers = itertools.count()
         self._ended: dict[int, int] = {}
         self._gone = False
         threading.Thread(target=self._listen, daemon=True).start()
@@ -73,7 +75,8 @@ class _Nursery:
                 else:
                     said = json.loads(message)
                     if fds:
-                        self._born.append((said["pid"], fds[0]))
+                        self._ended.pop(said["pid"], None)      # of an earlier process with its number
+                        self._born[said["task"]] = said["pid"], fds[0]
                     else:
                         self._ended[said["pid"]] = said["status"]
                 self._changed.notify_all()
@@ -82,12 +85,13 @@ class _Nursery:
 
     def fork(self, source: str, environment: dict[str, str], fds: list[int]) -> tuple[int, int]:
         """Its process id, and a descriptor that stands for it."""
-        task = {"source": source, "environment": environment, "folder": os.getcwd()}
+        number = next(self._numbers)
+        task = {"number": number, "source": source, "environment": environment, "folder": os.getcwd()}
         with self._one_by_one, self._changed:
             socket.send_fds(self._socket, [json.dumps(task).encode()], fds)
-            if not self._changed.wait_for(lambda: self._born or self._gone, _SECONDS) or not self._born:
+            if not self._changed.wait_for(lambda: number in self._born or self._gone, _SECONDS) or number not in self._born:
                 raise AssertionError("the process that has PyTorch does not answer")
-            return self._born.pop()
+            return self._born.pop(number)
 
     def status(self, pid: int, timeout: float | None) -> int | None:
         """How it has ended, as :class:`subprocess.Popen` has it; None: not within ``timeout`` seconds."""
@@ -177,6 +181,7 @@ def _serve(ours: socket.socket) -> dict[str, Any] | None:
         message, fds, _, _ = socket.recv_fds(ours, _ROOM, 3)
         if not message:
             return None
+        task = json.loads(message)
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
@@ -184,11 +189,11 @@ def _serve(ours: socket.socket) -> dict[str, Any] | None:
             ours.close()
             os.close(news)
             os.close(told)
-            return _settle(json.loads(message), fds)
+            return _settle(task, fds)
         for fd in fds:
             os.close(fd)
         descriptor = os.pidfd_open(pid)
-        socket.send_fds(ours, [json.dumps({"pid": pid}).encode()], [descriptor])
+        socket.send_fds(ours, [json.dumps({"pid": pid, "task": task["number"]}).encode()], [descriptor])
         os.close(descriptor)
 
 

@@ -73,7 +73,7 @@ cdef class Core:
             self.c.processes = self.c.machine.size
         self.c.job = job
         self.c.credit = credit
-        self.c.ahead_ns = <int64_t>(ahead_ms * 1e6)
+        self.c.ahead_ns = <int64_t>(min(ahead_ms, 1e9) * 1e6)
         self.c.spin_ns = <int64_t>(spin_us * 1000)
         self.c.telemetry = telemetry
         self.watch = watch

@@ -35,5 +35,6 @@ cdef class Handle:
     cdef void _release_buffers(self)
     cdef _output(self)
     cdef _meet(self, uint64_t stream)
+    cdef bint has_ended(self)
     cdef bint is_behind(self, uint64_t stream, uint64_t by)
     cdef _between_slices(self, int64_t end)

@@ -7,8 +7,8 @@ from bpsx.local._cuda import Gpu
 class Item:
     """A tensor of several that are summed in place, all on one GPU and made by one stream. ``view``: see :class:`bpsx._adapter.TensorView`."""
 
-    #: The handle, when it has begun; what has kept it from that; None before.
-    begun: Handle | Exception | None
+    #: The :class:`Handle`, when it has begun; the exception that has kept it from that; None before.
+    begun: Any
     def __init__(self, name: str, view: Any, priority: int = 0) -> None: ...
     @property
     def name(self) -> str: ...

@@ -83,6 +83,10 @@ cdef class Handle:
             raise self.core.error_of(self)
         return self.result
 
+    cdef bint has_ended(self):
+        """Whether a wait would not wait. On a GPU that is when the end has been queued there."""
+        return atomic_load(&self.task.status) != PENDING
+
     cdef bint is_behind(self, uint64_t stream, uint64_t by):
         """Whether it has ended well, and ``stream``, whose number is ``by``, goes on after that: then there is nothing left to wait for."""
         if atomic_load(&self.task.status) != DONE or not met(self.c, &self.task, by):

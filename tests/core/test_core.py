@@ -215,6 +215,43 @@ def test_lanes_of_a_server_share_what_its_link_takes_in_a_short_time(rig):
         h.wait(20)
 
 
+def test_what_is_small_does_not_pass_what_is_urgent_and_large_on_another_lane_of_its_server(rig):
+    r = rig(lanes=2, credit=100 * LONG, hold_done=True, ahead_ms=1e-6)
+    handles = [r.core.submit(r.tensor("learn", LONG), array(LONG), array(LONG))]
+    pushes = [(0, r.pushes(1)[0])]
+    r.endpoint.complete()
+    handles.append(r.core.submit(r.tensor("plug", LONG), array(LONG), array(LONG)))
+    pushes.append((0, r.pushes(1)[0]))
+    handles.append(r.core.submit(r.tensor("large", 2 * LONG), array(2 * LONG), array(2 * LONG), priority=1))
+    handles += [r.core.submit(r.tensor(f"small {i}", BIG, lane=1), array(BIG), array(BIG)) for i in range(3)]
+    assert r.lanes[1].sent(0.05) is None            # there would be room
+    r.endpoint.complete()
+    pushes.append((0, r.pushes(1)[0]))
+    assert pushes[-1][1].priority == 1 and r.lanes[1].sent(0.05) is None
+    r.endpoint.complete()
+    pushes += [(1, p) for p in r.pushes(3, lane=1)]
+    for lane, push in pushes:
+        r.answer(push, bytes(push.length), lane)
+    for h in handles:
+        h.wait(20)
+
+
+def test_however_slow_a_server_is_there_is_room_to_learn_that_it_is_faster_now(rig):
+    r = rig(credit=100 * LONG, hold_done=True, ahead_ms=1e-6)
+    handles = [r.core.submit(r.tensor("learn", LONG), array(LONG), array(LONG))]
+    pushes = r.pushes(1)
+    r.endpoint.complete()
+    handles += [r.core.submit(r.tensor(f"{i}", LONG // 2), array(LONG // 2), array(LONG // 2)) for i in range(4)]
+    pushes += r.pushes(3)                           # of less than tells anything each; together more
+    assert r.lanes[0].sent(0.05) is None
+    r.endpoint.complete()
+    pushes += r.pushes(1)
+    for push in pushes:
+        r.answer(push, bytes(push.length))
+    for h in handles:
+        h.wait(20)
+
+
 def test_a_partition_larger_than_the_credit_goes_alone(rig):
     r = rig(credit=10)
     handle = r.core.submit(r.tensor("huge", BIG), array(BIG), array(BIG))

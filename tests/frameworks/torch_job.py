@@ -52,14 +52,18 @@ def source_of(module_file: str, functions: list[str], out: Path) -> str:
     return f"import sys\nsys.path[:0] = {paths!r}\nimport torch_job\ntorch_job.work({module_file!r}, {str(out)!r}, {functions!r})"
 
 
-def run_job(module_file: str, functions: list[str], out: Path, workers: int = 2, servers: int = 1, processes: int = 1,
-            **environment: str) -> Finished:
-    """Call ``functions`` of ``module_file`` one after the other in each worker, between ``init`` and ``shutdown``."""
+def run_job(module_file: str, functions: list[str], out: Path, workers: int = 2, servers: int = 1, processes: int = 1, *,
+            apart: bool = False, **environment: str) -> Finished:
+    """Call ``functions`` of ``module_file`` one after the other in each worker, between ``init`` and ``shutdown``.
+
+    ``apart``: workers do not come out of one process, which has one seed for hashes, and so one order in sets of strings; see :mod:`forking`.
+    """
     out.mkdir(parents=True, exist_ok=True)
     source = source_of(module_file, functions, out)
     quick = {"BPSX_DEADLOCK_SECONDS": "8", "BPSX_SECRET": secrets.token_hex(16)}        # as bpsx-run gives its jobs one
     alone = workers * processes + servers == 1
-    with Job(source, workers * processes, servers, processes=processes, env={**quick, **environment}, alone=alone) as job:
+    seeds = {i: {"PYTHONHASHSEED": str(i + 1)} for i in range(workers * processes)} if apart else None
+    with Job(source, workers * processes, servers, processes=processes, env={**quick, **environment}, worker_env=seeds, alone=alone) as job:
         statuses = [p.wait(JOB_SECONDS) for p in job.processes]
         output = "\n".join(p.text() for p in job.processes)
     results = {int(f.stem): torch.load(f, weights_only=False) for f in out.glob("*.pt")}

@@ -152,9 +152,9 @@ from bpsx.errors import ConfigError
 
 known = {}
 def take_for_a_gpus(address, nbytes, storage):
-    if nbytes and address not in known:
+    if nbytes > known.get(address, 0):              # it may have been another's before, which was shorter
         cuda.device_memory(address, nbytes)
-        known[address] = storage._weak_ref()        # for ever: it is not given back
+        known[address] = nbytes
 
 def as_on_gpu(tensor, nbytes, dtype, shape):
     take_for_a_gpus(tensor.data_ptr(), nbytes, tensor.untyped_storage())
@@ -259,6 +259,96 @@ def test_what_is_the_matter_with_one_is_told_and_the_others_are_as_they_should_b
             opt.zero_grad(set_to_none=False)
         bps.shutdown()
     """, pretend, *SHAPES["machine"])
+
+
+def test_what_goes_wrong_with_one_is_told_when_all_have_come(pretend: Path) -> None:
+    """Its parameter has other memory by then, into which the gradient does not fit."""
+    run(TORCH, """
+        net = Net()
+        opt = optimizer(net)
+        for step in range(3):
+            net(r + 1.0).backward()
+            if step == 1:
+                changed = net.layers[2]
+                changed.grad, kept, changed.data = None, changed.data, torch.zeros(3)
+                with contextlib.suppress(RuntimeError):
+                    opt.synchronize()
+                    raise AssertionError("nobody has told")
+                changed.data = kept
+            else:
+                opt.synchronize()
+            for i, p in enumerate(net.layers):
+                assert p.grad is None if (i, step) == (2, 1) else (p.grad == (i + 1) * (n + 1) / 2).all(), (step, i, p.grad)
+            opt.zero_grad(set_to_none=False)
+        bps.shutdown()
+    """, pretend, *SHAPES["alone"])
+
+
+def test_a_wait_that_is_interrupted_goes_on_later(pretend: Path) -> None:
+    run(TORCH, """
+        import signal
+        class Alarm(Exception):
+            pass
+        def ring(*_):
+            raise Alarm
+        signal.signal(signal.SIGALRM, ring)
+        net = Net()
+        opt = optimizer(net)
+        for step in range(3):
+            if r and step:
+                push_pull(f"go {step}", np.ones(1)).wait(20)
+            net(r + 1.0).backward()
+            if not r and step:
+                signal.setitimer(signal.ITIMER_REAL, 0.05)
+                with contextlib.suppress(Alarm):
+                    opt.synchronize()
+                    raise AssertionError("the alarm was lost")
+                push_pull(f"go {step}", np.ones(1)).wait(20)
+            finish(opt)
+            for i, p in enumerate(net.layers):
+                assert (p == -(step + 1) * (i + 1) * (n + 1) / 2).all(), (step, i, p)
+            opt.zero_grad(set_to_none=False)
+        bps.shutdown()
+    """, pretend, *SHAPES["alone"])
+
+
+def test_a_gradient_of_two_parameters_is_summed_for_each(pretend: Path) -> None:
+    """It is one tensor; both sums are of what it was, and not the one of the other."""
+    run(TORCH, """
+        class Parameter:
+            def __init__(self, name):
+                self.named, self.pushed = batch.Named(name, name, 0), None
+        together, one, both = batch.batch_of(False), torch.full((5000,), r + 1.0), [Parameter("a"), Parameter("b")]
+        with held(main):
+            for p in both:
+                together.add(p, one)
+            together.submit()
+        sums = [p.pushed.wait() for p in both]
+        cuda.sync(main)
+        assert all((total == n * (n + 1) / 2).all() for total in sums), sums
+        bps.shutdown()
+    """, pretend, *SHAPES["alone"])
+
+
+def test_memory_lives_until_the_sum_has_come_whoever_has_let_go(pretend: Path) -> None:
+    run(TORCH, """
+        import gc
+        class Parameter:
+            named, pushed = batch.Named("a", "a", 0), None
+        together, expired = batch.batch_of(False), torch.UntypedStorage._expired
+        with held(main):
+            p, gradient = Parameter(), torch.full((5000,), r + 1.0)
+            together.add(p, gradient)
+            together.submit()
+            memory = gradient.untyped_storage()._weak_ref()
+            del p, gradient
+            gc.collect()
+            api.session()._core.reap()
+            assert not expired(memory)
+        cuda.sync(main)
+        until(lambda: (api.session()._core.reap(), expired(memory))[1])
+        bps.shutdown()
+    """, pretend, *SHAPES["alone"])
 
 
 ODD = """

@@ -313,3 +313,18 @@ def test_import_without_torch(tmp_path: object, torch_module: str | None, messag
     code = f"import sys; {blocked}\ntry:\n import bpsx.torch\nexcept ImportError as e: print(e)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.startswith(message) and done.stdout.count("\n") == 1
+
+
+def test_releases_of_pytorch_that_mark_one_tensor_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.autograd.graph.increment_version
+
+    def one(tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise RuntimeError("increment_version expect a Tensor as input")
+        real(tensor)
+
+    monkeypatch.setattr(torch.autograd.graph, "increment_version", one)
+    monkeypatch.setattr(ops, "_MARKS_MANY", ops._marks_many())
+    tensors = [torch.zeros(3), torch.zeros(2)]
+    ops.mark_all_written(tensors)
+    assert [t._version for t in tensors] == [1, 1]

@@ -143,6 +143,7 @@ cdef struct Server:             # what its lanes share
     int64_t in_flight           # bytes handed to the transport and not yet written out
     int64_t pace                # nanoseconds in which a MiB is; 0: not known yet
     int64_t starved             # as a lane's
+    int first                   # the lane with the most urgent partition that has credit; -1: none
 
 cdef struct Lane:
     Server *server              # NULL in a queue that is no lane's

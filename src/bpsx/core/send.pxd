@@ -102,13 +102,18 @@ cdef inline bint has_room(int64_t *in_flight, int64_t bound, int64_t bytes, int6
 
 
 cdef inline bint has_credit(Core *c, Lane *lane, uint64_t bytes) noexcept nogil:
-    """The same by both bounds."""
-    cdef int64_t pace = atomic_load(&lane.server.pace)
-    if c.credit == 0:
+    """The same by the lane's credit."""
+    return c.credit == 0 or has_room(&lane.in_flight, c.credit, bytes, &lane.starved)
+
+
+cdef inline bint takes_more(Core *c, Server *server, uint64_t bytes) noexcept nogil:
+    """The same by what its link takes in time. So much always that there is something to learn from."""
+    cdef int64_t pace = atomic_load(&server.pace)
+    cdef double bound
+    if c.credit == 0 or c.ahead_ns == 0 or pace == 0:
         return True
-    if c.ahead_ns and pace and not has_room(&lane.server.in_flight, c.ahead_ns * MIB // pace, bytes, &lane.server.starved):
-        return False
-    return has_room(&lane.in_flight, c.credit, bytes, &lane.starved)
+    bound = max(<double>c.ahead_ns / pace * MIB, 2.0 * TELLING)
+    return has_room(&server.in_flight, <int64_t>min(bound, 1e18), bytes, &server.starved)
 
 
 cdef inline uint64_t push_bytes(Partition *p) noexcept nogil:
@@ -243,10 +248,18 @@ cdef inline int next_lane(Core *c) noexcept nogil:
     cdef uint32_t i
     cdef Lane *lane
     for i in range(c.n_lanes):
+        c.lanes[i].server.first = -1
+    for i in range(c.n_lanes):
         lane = &c.lanes[i]
         while lane.size and lane.heap[0].tensor.status != DONE:
             heap_pop(lane)                  # its tasks have been failed
-        if lane.size and (best < 0 or before(lane.heap[0], c.lanes[best].heap[0])) and has_credit(c, lane, push_bytes(lane.heap[0])):
+        if lane.size and (lane.server.first < 0 or before(lane.heap[0], c.lanes[lane.server.first].heap[0])) \
+                and has_credit(c, lane, push_bytes(lane.heap[0])):
+            lane.server.first = i
+    for i in range(c.n_lanes):              # a server that has no room for its first has none for what is less urgent and smaller: it would go on for ever
+        lane = &c.lanes[i]
+        if lane.server.first == <int>i and (best < 0 or before(lane.heap[0], c.lanes[best].heap[0])) \
+                and takes_more(c, lane.server, push_bytes(lane.heap[0])):
             best = i
     return best
 

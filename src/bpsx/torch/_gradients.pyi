@@ -73,8 +73,9 @@ class Batch:
     def __init__(
         self, begin: Callable[[list[Item], int, Streams, int], None], begin_alone: Callable[[torch.Tensor, Any], Pushed], worth: Callable[[], int],
     ) -> None: ...
-    def add(self, gradient: torch.Tensor, named: Any) -> Pushed:
-        """Sum a gradient on the GPU. ``named``: see :class:`bpsx.torch.batch.Named`. Raises why one cannot begin that has to alone."""
+    def add(self, managed: Any, gradient: torch.Tensor) -> None:
+        """Sum the gradient of a :class:`bpsx.torch.exchange.Managed` on the GPU, and set its ``pushed``. Raises why one cannot begin that has to
+        alone."""
     def submit(self) -> None:
         """Begin what there is. Raises the first failure; whoever waits for that gradient is told, too."""
 

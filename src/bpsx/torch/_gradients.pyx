@@ -9,6 +9,7 @@ import threading
 from copy import copy
 
 import torch
+from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint64_t
 
 from bpsx._adapter cimport Handle, Item
@@ -32,15 +33,31 @@ cpdef bint is_on_gpu(tensor) except -1:
     return tensor.is_cuda or ALL_ON_GPU is not None
 
 
+cdef Py_ssize_t holders(memory):
+    """References to this object, which PyTorch keeps for the storage's life, its own among them: their number differs between releases."""
+    return (<PyObject *>memory).ob_refcnt
+
+
+cdef Py_ssize_t holders_of_one():
+    """How many there are when the caller has got it from a tensor, and nobody else."""
+    tensor = torch.empty(1, device="cpu")
+    memory = tensor.untyped_storage()
+    return holders(memory)
+
+
+cdef Py_ssize_t NOT_HELD = holders_of_one()
+
+
 cdef bint shares(memory) except -1:
-    """Whether others than one tensor have this storage."""
-    return _uses is not None and <int64_t>_uses(memory._cdata) > ALONE
+    """Whether others than one tensor have this storage, or hold it, as what is under way does: one tensor may be the gradient of two parameters."""
+    return holders(memory) > NOT_HELD or (_uses is not None and <int64_t>_uses(memory._cdata) > ALONE)
 
 
 def is_shared(gradient) -> bool:
-    """Whether other tensors have their elements in the same memory. Autograd may give two parameters one gradient's memory: where both go into one
+    """Whether others have the gradient's elements in the same memory. Autograd may give two parameters one gradient's memory: where both go into one
     sum through views of them. The average of the first would come home into what the second has still to push."""
-    return shares(gradient.untyped_storage())
+    memory = gradient.untyped_storage()
+    return shares(memory)
 
 
 def is_alone(tensor) -> bool:
@@ -136,18 +153,20 @@ def settle(list managed) -> list:
                 odd.append(m)
                 continue
             handle = pushed.begun
-            if by == 0 or not handle.is_behind(stream, by):
-                try:
+            try:
+                if by == 0 or not handle.is_behind(stream, by):
                     handle.wait()
-                except Exception:
-                    odd.append(m)           # who waits again is told again
-                    continue
-                stream = handle.streams()
-                by = handle.gpu.number_of(stream)
+                    stream = handle.streams()
+                    by = handle.gpu.number_of(stream)
+                if m.parameter.grad is not gradient:
+                    m.parameter.grad = gradient
+            except Exception:
+                if not handle.has_ended():
+                    raise                   # the wait was interrupted
+                odd.append(m)               # who tries again is told again
+                continue
             done.append(gradient)
             m.pushed = None
-            if m.parameter.grad is not gradient:
-                m.parameter.grad = gradient
     finally:
         mark_all_written(done)
     return odd
@@ -185,9 +204,9 @@ cdef class Batch:
         self.begin, self.begin_alone, self.worth = eager(begin), eager(begin_alone), eager(worth)
         self.lock, self.waiting, self.device = threading.RLock(), [], -2
 
-    cpdef Pushed add(self, gradient, named):
-        """Sum a dense gradient on the GPU: at once, on the current stream, if it has to be laid out in another way or shares its memory. Raises why that
-        cannot begin; what cannot begin with others is told by the wait."""
+    cpdef add(self, managed, gradient):
+        """Sum a parameter's dense gradient on the GPU: at once, on the current stream, if it has to be laid out in another way or shares its memory.
+        Raises why that cannot begin; what cannot begin with others is told by the wait. ``managed.pushed`` is set before anything can interrupt."""
         cdef Pushed pushed
         cdef int device = 0 if ALL_ON_GPU is not None else gradient.get_device()
         with self.lock:
@@ -195,19 +214,21 @@ cdef class Batch:
                 self.submit_quietly()
                 self.device, self.streams = device, streams_of(device)
             pushed = self.plain(gradient)
+            named = managed.named
             if pushed is None:
-                return self.begin_alone(gradient, named)
+                managed.pushed = self.begin_alone(gradient, named)
+                return
             pushed.name, pushed.priority = named.wire, named.priority
             stream = self.streams()
             if self.waiting and stream != self.stream:
                 self.submit_quietly()
             if not self.waiting:
                 self.open_for(stream)
+            managed.pushed = pushed
             self.waiting.append(pushed)
             self.nbytes += pushed.nbytes
             if self.nbytes >= self.most:
                 self.submit_quietly()
-            return pushed
 
     cdef open_for(self, stream):
         self.stream, self.nbytes, self.most = stream, 0, self.worth()
@@ -289,6 +310,6 @@ cdef class Hook:
             if gradient is not None and gradient.layout is _strided and is_on_gpu(gradient):
                 managed.passes_left = 0
                 managed.stands_in = False
-                managed.pushed = self.batch.add(gradient, managed.named)
+                self.batch.add(managed, gradient)
                 return
         self.accumulated(exchange, managed)

@@ -410,7 +410,7 @@ class Exchange:
         elif gradient.layout is torch.sparse_coo:
             gradient = parameter.grad = gradient.detach().to_dense()
         if self._goes_together(managed) and gradient.layout is torch.strided and is_on_gpu(gradient):
-            managed.pushed = self._batch.add(gradient, managed.named)
+            self._batch.add(managed, gradient)
             return
         chosen = self.choices.get(managed.name)
         rate = self._rate(parameter) if self._rate is not None and chosen is not None and chosen.ef == "corrected" else -1.0

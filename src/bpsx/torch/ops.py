@@ -138,7 +138,7 @@ def _marks_many() -> bool:
     """Newer releases of PyTorch take many tensors in one call."""
     try:
         torch.autograd.graph.increment_version([])
-    except (TypeError, AttributeError):
+    except (TypeError, AttributeError, RuntimeError):       # which of them depends on the release
         return False
     return True
 
