@@ -336,6 +336,9 @@ def test_memory_lives_until_the_sum_has_come_whoever_has_let_go(pretend: Path) -
         class Parameter:
             named, pushed = batch.Named("a", "a", 0), None
         together, expired = batch.batch_of(False), torch.UntypedStorage._expired
+        first = Parameter()
+        together.add(first, torch.full((5000,), r + 1.0))       # from then on it begins with others
+        first.pushed.wait()
         with held(main):
             p, gradient = Parameter(), torch.full((5000,), r + 1.0)
             together.add(p, gradient)
