@@ -23,15 +23,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def children() -> set[int]:
     """Processes whose parent we are, or the one that forks for us."""
-    found, parents = set(), (os.getpid(), nursery_pid())
+    found, nursery = set(), nursery_pid()
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = status.read_text().rsplit(")", 1)[1].split()
         except OSError:
             continue
-        if int(fields[1]) in parents and fields[0] != "Z":
+        if int(fields[1]) in (os.getpid(), nursery) and fields[0] != "Z":
             found.add(int(status.parent.name))
-    return found - {nursery_pid() or 0}
+    return found - {nursery}
 
 
 @pytest.fixture(autouse=True)

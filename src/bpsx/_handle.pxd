@@ -6,11 +6,9 @@ from bpsx.core.partition cimport Task
 from bpsx.core.state cimport Core as CCore
 
 
-
 cdef class Item:                # see _handle.pyx
     cdef readonly str name, dtype
-    cdef readonly object shape
-    cdef readonly object owner
+    cdef readonly object shape, owner
     cdef readonly uint64_t address, nbytes
     cdef readonly int priority
     cdef public object begun

@@ -91,4 +91,3 @@ def work(module_file: str, out: str, functions: list[str]) -> None:
         results[name] = getattr(module, name)()
     torch.save(results, Path(out) / f"{rank}.pt")
     bps.shutdown()
-

@@ -201,6 +201,10 @@ class Net(torch.nn.Module):
     def forward(self, value, skip=()):
         return sum((p * value * (i + 1)).sum() for i, p in enumerate(self.layers) if i not in skip)
 
+class Parameter:                # what a batch needs of one
+    def __init__(self, name):
+        self.named, self.pushed = batch.Named(name, name, 0), None
+
 def optimizer(net, **options):
     return bps.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters(), **options)
 
@@ -315,9 +319,6 @@ def test_a_wait_that_is_interrupted_goes_on_later(pretend: Path) -> None:
 def test_a_gradient_of_two_parameters_is_summed_for_each(pretend: Path) -> None:
     """It is one tensor; both sums are of what it was, and not the one of the other."""
     run(TORCH, """
-        class Parameter:
-            def __init__(self, name):
-                self.named, self.pushed = batch.Named(name, name, 0), None
         together, one, both = batch.batch_of(False), torch.full((5000,), r + 1.0), [Parameter("a"), Parameter("b")]
         with held(main):
             for p in both:
@@ -333,14 +334,12 @@ def test_a_gradient_of_two_parameters_is_summed_for_each(pretend: Path) -> None:
 def test_memory_lives_until_the_sum_has_come_whoever_has_let_go(pretend: Path) -> None:
     run(TORCH, """
         import gc
-        class Parameter:
-            named, pushed = batch.Named("a", "a", 0), None
         together, expired = batch.batch_of(False), torch.UntypedStorage._expired
-        first = Parameter()
+        first = Parameter("a")
         together.add(first, torch.full((5000,), r + 1.0))       # from then on it begins with others
         first.pushed.wait()
         with held(main):
-            p, gradient = Parameter(), torch.full((5000,), r + 1.0)
+            p, gradient = Parameter("a"), torch.full((5000,), r + 1.0)
             together.add(p, gradient)
             together.submit()
             memory = gradient.untyped_storage()._weak_ref()

@@ -13,8 +13,8 @@ _M = TypeVar("_M")
 #: A test may take all memory for the first GPU's. Then it is called with that of each gradient: address, bytes, PyTorch's storage.
 ALL_ON_GPU: Callable[[int, int, Any], None] | None
 
-def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is on a GPU that bpsx knows."""
+def is_dense_on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is dense, and on a GPU that bpsx knows."""
 
 def is_shared(gradient: torch.Tensor) -> bool:
     """Whether other tensors have their elements in the same memory."""

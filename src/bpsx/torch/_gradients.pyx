@@ -28,9 +28,9 @@ _strided, _Tensor = torch.strided, torch.Tensor
 _uses = getattr(torch._C, "_storage_Use_Count", None)
 
 
-cpdef bint is_on_gpu(tensor) except -1:
-    """Whether ``tensor`` is on a GPU that bpsx knows."""
-    return tensor.is_cuda or ALL_ON_GPU is not None
+cpdef bint is_dense_on_gpu(tensor) except -1:
+    """Whether ``tensor`` is dense, and on a GPU that bpsx knows."""
+    return tensor.layout is _strided and (tensor.is_cuda or ALL_ON_GPU is not None)
 
 
 cdef Py_ssize_t holders(memory):
@@ -75,7 +75,8 @@ cdef int64_t counted(tensor) except -2:
 
 def version(tensor) -> int | None:
     """How often ``tensor``, or another one in the same memory, has been written to; None if nobody counts."""
-    return tensor._version if tensor.layout is _strided and not tensor.is_inference() else None
+    cdef int64_t found = counted(tensor) if tensor.layout is _strided else UNCOUNTED
+    return None if found == UNCOUNTED else found
 
 
 cdef class Pushed(Item):
@@ -92,7 +93,7 @@ cdef class Pushed(Item):
 
     def __init__(self, gradient, ctx, bint own, handle) -> None:
         self.gradient, self.ctx, self.own, self.begun = gradient, ctx, own, handle
-        self.version = counted(gradient) if own and gradient.layout is _strided else UNCOUNTED
+        self.version = counted(gradient) if own else UNCOUNTED
 
     @property
     def failed(self) -> bool:
@@ -206,7 +207,8 @@ cdef class Batch:
 
     cpdef add(self, managed, gradient):
         """Sum a parameter's dense gradient on the GPU: at once, on the current stream, if it has to be laid out in another way or shares its memory.
-        Raises why that cannot begin; what cannot begin with others is told by the wait. ``managed.pushed`` is set before anything can interrupt."""
+        Raises why that cannot begin; what cannot begin with others is told by the wait. ``managed.pushed`` of what goes with others is set before
+        anything can interrupt."""
         cdef Pushed pushed
         cdef int device = 0 if ALL_ON_GPU is not None else gradient.get_device()
         with self.lock:
@@ -307,7 +309,7 @@ cdef class Hook:
             return
         if self.batch.quick and managed.quick and managed.pushed is None and managed.passes_left == 1:
             gradient = managed.parameter.grad
-            if gradient is not None and gradient.layout is _strided and is_on_gpu(gradient):
+            if gradient is not None and is_dense_on_gpu(gradient):
                 managed.passes_left = 0
                 managed.stands_in = False
                 self.batch.add(managed, gradient)

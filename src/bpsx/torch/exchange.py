@@ -12,7 +12,7 @@ import torch
 
 from bpsx import _adapter
 from bpsx.errors import BpsxError, ConfigError, MismatchError
-from bpsx.torch._gradients import Hook, Pushed, all_together, is_alone, is_on_gpu, settle, version
+from bpsx.torch._gradients import Hook, Pushed, all_together, is_alone, is_dense_on_gpu, settle, version
 from bpsx.torch.batch import Named, batch_of, push
 from bpsx.torch.compression import Compressor, NoneCompressor
 from bpsx.torch.ops import Handle, check_tensor, mark_written, submit, summable
@@ -409,7 +409,7 @@ class Exchange:
             gradient = parameter.grad = zero_gradient(parameter)
         elif gradient.layout is torch.sparse_coo:
             gradient = parameter.grad = gradient.detach().to_dense()
-        if self._goes_together(managed) and gradient.layout is torch.strided and is_on_gpu(gradient):
+        if self._goes_together(managed) and is_dense_on_gpu(gradient):
             self._batch.add(managed, gradient)
             return
         chosen = self.choices.get(managed.name)

@@ -131,7 +131,7 @@ def mark_all_written(tensors: list[torch.Tensor]) -> None:
         torch.autograd.graph.increment_version(tensors)
         return
     for tensor in tensors:
-        torch.autograd.graph.increment_version(tensor)
+        mark_written(tensor)
 
 
 def _marks_many() -> bool:
