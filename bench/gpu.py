@@ -13,7 +13,7 @@ the same.
 **links**: the same step with a machine per GPU, each in a network namespace whose link carries at most what is said, each way. ``k0``: a server
 beside each worker; ``k4``: four servers on machines of their own, whose links are alike, and none beside workers. With n workers and k such machines
 a parameter server can be (n² + kn - 2k) / n² times as fast as any all-reduce, the *bound*. ``-onebit``: with onebit and error feedback, both ways.
-Needs root and iproute2.
+Needs root and iproute2. ``--machines`` more than there are GPUs share them, in turn: networks as slow as these leave a GPU idle nearly all the time.
 
 ``--device cpu`` tries the plan out where there is no GPU, with gloo for NCCL and small tensors; its figures mean nothing.
 """
@@ -68,10 +68,12 @@ QUICK = Plan(turns=3, rounds=2, calls=100, steps=3, pcie_turns=3, link_turns=1)
 
 @dataclass(frozen=True)
 class Setup:
-    """``device``: cuda or cpu; ``networks``: None, or others than a part's own; ``rates`` and ``extra``: of links, see the module's text."""
+    """``device``: cuda or cpu; ``networks``: None, or others than a part's own; ``machines``, ``rates`` and ``extra``: of links, see the
+    module's text."""
 
     device: str = "cuda"
     gpus: int = 2
+    machines: int = 2
     networks: Sequence[str] | None = None
     rates: Sequence[str] = RATES
     extra: Sequence[int] = EXTRA
@@ -82,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default=",".join(PARTS), help="parts to run, with commas between (default: %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to see that it runs (default: %(default)s)")
     parser.add_argument("--gpus", type=int, default=2, help="how many, and so how many workers (default: %(default)s)")
+    parser.add_argument("--machines", type=int, help="of links; they share GPUs if they are more (default: --gpus)")
     parser.add_argument("--networks", help=f"of train ({','.join(TRAIN)}) and links ({','.join(LINKS)}); there are {', '.join(NETWORKS)}")
     parser.add_argument("--rates", default=",".join(RATES), help="of links, in tc's notation (default: %(default)s)")
     parser.add_argument("--extra", default=",".join(map(str, EXTRA)), help="machines with a server, of links (default: %(default)s)")
@@ -93,7 +96,8 @@ def run(options: argparse.Namespace) -> list[Case]:
     for given, known, option in ((wanted, PARTS, "--only"), (networks or (), NETWORKS, "--networks")):
         if unknown := set(given) - set(known):
             raise BenchError(f"{option}: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    setup = Setup(options.device, options.gpus, networks, options.rates.split(","), numbers(options.extra), plan_of(options.device, options.quick))
+    setup = Setup(options.device, options.gpus, options.machines or options.gpus, networks, options.rates.split(","), numbers(options.extra),
+                  plan_of(options.device, options.quick))
     for rate in setup.rates:
         bits(rate)
     if reason := _why_not(setup, wanted):
@@ -130,6 +134,8 @@ def _why_not(setup: Setup, wanted: Sequence[str]) -> str:
     """Why this cannot run here, before anything is measured; empty if it can."""
     if setup.gpus < 2:
         return f"--gpus {setup.gpus}: at least two are needed"
+    if setup.machines < 2:
+        return f"--machines {setup.machines}: at least two are needed"
     if setup.device == "cuda":
         import torch
 
@@ -140,25 +146,28 @@ def _why_not(setup: Setup, wanted: Sequence[str]) -> str:
     return ""
 
 
-def own(count: int, visible: str | None) -> dict[int, dict[str, str]]:
-    """The variables of imitated machines: each has one GPU, of those that ``CUDA_VISIBLE_DEVICES`` names here, and is another host to NCCL."""
-    gpus = visible.split(",") if visible else [str(i) for i in range(count)]
-    return {i: {"CUDA_VISIBLE_DEVICES": gpus[i], "NCCL_HOSTID": f"machine{i}"} for i in range(count)}
+def own(machines: int, gpus: int, visible: str | None) -> dict[int, dict[str, str]]:
+    """The variables of imitated machines: each has one of so many GPUs, of those that ``CUDA_VISIBLE_DEVICES`` names here, and is another host to
+    NCCL, which would refuse two processes of one host on one GPU."""
+    known = visible.split(",") if visible else [str(i) for i in range(gpus)]
+    return {i: {"CUDA_VISIBLE_DEVICES": known[i % gpus], "NCCL_HOSTID": f"machine{i}"} for i in range(machines)}
 
 
 @contextlib.contextmanager
 def _job(setup: Setup, servers: int, links: network.Links | None = None, peer: bool = True) -> Iterator[Job]:
-    """A worker per GPU: without servers on one machine, else each on its own. With ``peer`` they are torch.distributed's processes, too."""
+    """A worker per GPU: without servers on one machine, else each on its own; with ``links`` a worker per machine. With ``peer`` they are
+    torch.distributed's processes, too."""
+    count = setup.gpus if links is None else setup.machines
     interface = "lo" if links is None else "net0"
     environment = {"BENCH_DEVICE": setup.device, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface,
                    "NCCL_IB_DISABLE": "1"}
-    variables = own(setup.gpus, os.environ.get("CUDA_VISIBLE_DEVICES") if setup.device == "cuda" else None) if servers else {}
-    modules = dict.fromkeys(range(setup.gpus), "bench.gpu_worker")
+    variables = own(count, setup.gpus, os.environ.get("CUDA_VISIBLE_DEVICES") if setup.device == "cuda" else None) if servers else {}
+    modules = dict.fromkeys(range(count), "bench.gpu_worker")
     with tempfile.TemporaryDirectory(prefix="bpsx-bench-") as folder, \
-            Job(setup.gpus, servers, environment=environment, modules=modules, links=links, own=variables) as job:
+            Job(count, servers, environment=environment, modules=modules, links=links, own=variables) as job:
         if peer:
             for i, worker in enumerate(job.workers):
-                worker.tell("join", store=str(Path(folder) / "store"), rank=i, size=setup.gpus)
+                worker.tell("join", store=str(Path(folder) / "store"), rank=i, size=count)
             for worker in job.workers:
                 worker.answer(_SECONDS)
         yield job
@@ -271,16 +280,16 @@ def links(setup: Setup) -> list[Case]:
             with _linked(setup, rate, extra) as job:
                 for name in setup.networks or LINKS:
                     seconds = _steps(job, name, _WAYS["links"], f"links, {rate}, k={extra}, {name}", setup.plan.link_turns, 1)
-                    cases += link_cases(name, rate, setup.gpus, extra, seconds)
+                    cases += link_cases(name, rate, setup.machines, extra, seconds)
     return cases
 
 
 @contextlib.contextmanager
 def _linked(setup: Setup, rate: str, extra: int) -> Iterator[Job]:
-    places, beside = places_of(setup.gpus, extra)
+    places, beside = places_of(setup.machines, extra)
     seconds, least = _BURST
     burst = str(max(least, int(seconds * bits(rate) / 8)))
-    with network.Links(places, rate, both=True, burst=burst, beside=beside) as made, _job(setup, extra or setup.gpus, made) as job:
+    with network.Links(places, rate, both=True, burst=burst, beside=beside) as made, _job(setup, extra or setup.machines, made) as job:
         yield job
 
 

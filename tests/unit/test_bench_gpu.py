@@ -71,8 +71,11 @@ def test_who_is_beside_another_has_its_address(bench: ModuleType) -> None:
 
 
 def test_imitated_machines_have_a_gpu_each(bench: ModuleType) -> None:
-    assert bench.own(2, None) == {i: {"CUDA_VISIBLE_DEVICES": str(i), "NCCL_HOSTID": f"machine{i}"} for i in range(2)}
-    assert [v["CUDA_VISIBLE_DEVICES"] for v in bench.own(2, "5,3,1").values()] == ["5", "3"]
+    assert bench.own(2, 2, None) == {i: {"CUDA_VISIBLE_DEVICES": str(i), "NCCL_HOSTID": f"machine{i}"} for i in range(2)}
+    assert [v["CUDA_VISIBLE_DEVICES"] for v in bench.own(2, 2, "5,3,1").values()] == ["5", "3"]
+    shared = bench.own(4, 2, None)
+    assert [v["CUDA_VISIBLE_DEVICES"] for v in shared.values()] == ["0", "1", "0", "1"]
+    assert len({v["NCCL_HOSTID"] for v in shared.values()}) == 4
 
 
 def test_rates_are_bytes_of_a_worker_over_seconds(bench: ModuleType) -> None:
@@ -109,14 +112,14 @@ def test_a_note_says_how_much_of_its_link_the_peer_uses(bench: ModuleType) -> No
 
 
 def _options(**given: Any) -> argparse.Namespace:
-    usual = {"only": "nccl", "device": "cpu", "gpus": 2, "networks": None, "rates": "10gbit", "extra": "0,4", "quick": True}
+    usual = {"only": "nccl", "device": "cpu", "gpus": 2, "machines": None, "networks": None, "rates": "10gbit", "extra": "0,4", "quick": True}
     return argparse.Namespace(**{**usual, **given})
 
 
 @pytest.mark.parametrize(("given", "said"), [
     ({"only": "nccl,wifi"}, "no wifi; there are nccl, pcie, train, links"), ({"networks": "alexnet"}, "no alexnet; there are resnet50"),
     ({"rates": "fast"}, "'fast' is no rate"), ({"rates": "10gbit,5"}, "'5' is no rate"), ({"extra": "4,x"}, "--extra '4,x'"),
-    ({"extra": "-1"}, "--extra"), ({"gpus": 1}, "at least two"),
+    ({"extra": "-1"}, "--extra"), ({"gpus": 1}, "--gpus 1: at least two"), ({"machines": 1}, "--machines 1: at least two"),
 ])
 def test_wrong_options_are_named_before_anything_is_measured(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any],
                                                              said: str) -> None:
@@ -144,4 +147,5 @@ def test_parts_run_in_order_whatever_the_options_say(bench: ModuleType, monkeypa
     assert [name for name, _ in found] == ["nccl", "links"]
     setup = found[0][1]
     assert (setup.rates, setup.extra, setup.networks) == (["10gbit", "200mbit"], [0, 4], ["tiny"]) and bench.bits("200mbit") == 2e8
+    assert (setup.gpus, setup.machines) == (2, 2)
     assert setup.plan.large < bench.plan_of("cuda", True).large == 512 << 20
