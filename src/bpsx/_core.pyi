@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 from typing_extensions import Buffer
 
 from bpsx._handle import Handle, Item
-from bpsx._tensor import Tensor
+from bpsx._tensor import Declared, Tensor
 from bpsx.local._cuda import Gpu, Moment
 
 # Memory to read or write: a C-contiguous buffer, or (address, bytes) kept alive by `owner`.
@@ -73,9 +73,11 @@ class Core:
     def release(self, handle: Handle, tensor: Tensor, will_wait: bool = False) -> None:
         """Hand a prepared handle to the driver."""
     def submit_all(
-        self, items: list[Item], tensors: list[Tensor | None], divisor: int, on: tuple[Gpu, Callable[[], int], Moment | None],
+        self, items: list[Item], declared: dict[str, Declared], codes: dict[str, int], divisor: int,
+        on: tuple[Gpu, Callable[[], int], Moment | None],
     ) -> None:
-        """As :meth:`submit` of each of ``items``, in place and at once, but for those with None in ``tensors``. Items have their handles then."""
+        """As :meth:`submit` of each of ``items``, in place and at once, but for those that are not ``declared``, uncompressed and of an element type
+        in ``codes``, as what they are. Items have their handles then."""
     def copy_through(self, handle: Handle, nbytes: int) -> None:
         """What a push_pull is with a single worker: input to output, done."""
     def end(self, handle: Handle, status: int, detail: str | None) -> None:

@@ -32,13 +32,19 @@ from bpsx.core.telling cimport tell_failed, tell_failing, tell_known
 from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock, wait_until
 from bpsx.core.watch cimport Watch
 from bpsx._handle cimport Handle, Item
-from bpsx._tensor cimport Tensor
+from bpsx._tensor cimport Declared, Tensor
 from bpsx.transports.abi cimport Endpoint
 
 from bpsx import errors
 
 cdef extern from "<unistd.h>" nogil:
     int getpid()
+
+cdef Tensor known_as(Declared declared, Item item, dict codes):
+    """What the core knows of an item that is summed as it lies, or None."""
+    code = codes.get(item.dtype)
+    return None if declared is None or code is None else declared.now(item.shape, code, None)
+
 
 @cython.no_gc_clear
 cdef class Core:
@@ -209,10 +215,14 @@ cdef class Core:
         gpu, streams, moment = on
         if moment is None:
             moment = gpu.moment(streams(), handle.name)
-        handle.gpu, handle.streams, handle.moment, handle.task.on_gpu = gpu, streams, moment, True
         handle.task.stream, handle.task.recorded = moment.stream, moment.number
         handle.task.ready = <void *><uintptr_t>moment.event
-        handle.task.over = <void *><uintptr_t>gpu.event()
+        self._put_handle_with(handle, gpu, streams, moment, gpu.event())
+
+    cdef void _put_handle_with(self, Handle handle, gpu, streams, moment, uintptr_t event) noexcept:
+        handle.gpu, handle.streams, handle.moment, handle.task.on_gpu = gpu, streams, moment, True
+        handle.event = event
+        handle.task.over = <void *>event
 
     def release(self, Handle handle not None, Tensor tensor not None, bint will_wait=False) -> None:
         """Hand a prepared handle to the driver."""
@@ -220,18 +230,22 @@ cdef class Core:
             with nogil:
                 submit(&self.c, &handle.task, &handle.task, 1, will_wait)
 
-    def submit_all(self, list items, list tensors, uint32_t divisor, on) -> None:
+    def submit_all(self, list items, dict declared, dict codes, uint32_t divisor, on) -> None:
         """As :meth:`submit` of each of ``items`` (:class:`bpsx._handle.Item`), in place and at once, with one moment ``on`` the GPU for all but
-        those with None in ``tensors``. Their memory is freed in the order of streams, and is let go when the stream that made it has met the end.
-        Items have their handles before anything can interrupt the caller; those have no result."""
+        those that are not ``declared``, uncompressed and of an element type in ``codes``, as what they are. Their memory is freed in the order of
+        streams, and is let go when the stream that made it has met the end. Items have their handles before anything can interrupt the caller; those
+        have no result."""
         cdef Handle handle
         cdef Tensor tensor
         cdef Item item
         cdef Task *first = NULL
         cdef Task *last = NULL
         cdef uint32_t i, n = 0
-        cdef list made = []
+        cdef list made = [], tensors = [known_as(declared.get((<Item?>of).name), of, codes) for of in items]
+        gpu, streams, moment = on
+        cdef uint64_t stream = moment.stream, number = moment.number, ready = moment.event
         self.reap()
+        cdef list events = gpu.events(len(tensors) - tensors.count(None))
         for i in range(<uint32_t>len(items)):
             handle = None
             if tensors[i] is not None:
@@ -239,7 +253,8 @@ cdef class Core:
                 handle = self._new(item.name, divisor, item.priority, item.owner, None)
                 handle.by_stream = True
                 handle.task.input = handle.task.output = <char *><uintptr_t>item.address
-                self._put_handle_on(handle, on)
+                handle.task.stream, handle.task.recorded, handle.task.ready = stream, number, <void *>ready
+                self._put_handle_with(handle, gpu, streams, moment, events.pop())
             made.append(handle)
         for i in range(<uint32_t>len(items)):
             item = items[i]

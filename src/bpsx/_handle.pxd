@@ -26,6 +26,7 @@ cdef class Handle:
     cdef readonly object gpu    # None: not on a GPU
     cdef object streams         # ... a function that gives the current stream
     cdef object moment          # ... when the input is there
+    cdef uint64_t event         # ... and its own for the end, which need not be the one that tells of it
     cdef public bint by_stream  # ... in memory that is freed in the order of the stream that made it, as PyTorch's is
     cdef readonly str name
     cdef public object result

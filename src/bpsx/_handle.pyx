@@ -37,8 +37,8 @@ cdef class Handle:
 
     def __dealloc__(self):
         self._release_buffers()
-        if self.gpu is not None and self.task.over != NULL:
-            self.gpu.give(<uintptr_t>self.task.over)
+        if self.gpu is not None and self.event:
+            self.gpu.give(self.event)
 
     cdef void _release_buffers(self):
         if self.has_in:
@@ -51,7 +51,7 @@ cdef class Handle:
     def done(self) -> bool:
         """Whether the operation has ended, well or not; on a GPU, there. Does not block."""
         cdef int64_t status = atomic_load(&self.task.status)
-        return status != PENDING and (self.gpu is None or status < 0 or self.gpu.come(<uintptr_t>self.task.over))
+        return status != PENDING and (self.gpu is None or status < 0 or self.task.come or self.gpu.come(<uintptr_t>self.task.over))
 
     cdef _output(self):
         return <uintptr_t>self.task.output, self.tensor.nbytes
@@ -100,7 +100,7 @@ cdef class Handle:
         cdef uint64_t by = self.gpu.number_of(stream)
         if not met(self.c, &self.task, by):
             self.core.reap()
-            self.gpu.wait(stream, <uintptr_t>self.task.over)
+            self.gpu.wait(stream, <uintptr_t>self.event if self.task.come else <uintptr_t>self.task.over)    # if only to refuse a captured stream
             now_met(self.c, &self.task, by)
         if self.by_stream and stream == self.task.stream:
             self.owner = None           # what takes the memory next comes after us; held on to, it would lie idle until somebody reaps

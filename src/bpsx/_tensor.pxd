@@ -17,3 +17,16 @@ cdef class Tensor:
 
     cdef put_on(self, gpu)
     cdef take_off(self)
+
+
+cdef class Declared:
+    cdef readonly uint32_t generation
+    cdef readonly object shape
+    cdef readonly int dtype
+    cdef readonly uint64_t nbytes
+    cdef public object codec            # how it is compressed, or None
+    cdef public Tensor tensor           # None: not placed yet
+    cdef public list pending            # prepared handles, waiting for the placement
+    cdef public bint failed
+
+    cpdef Tensor now(self, shape, int dtype, codec)

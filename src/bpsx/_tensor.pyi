@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from bpsx._handle import Handle
+from bpsx.compression import Compression
 from bpsx.local._cuda import Gpu
 
 class Tensor:
@@ -29,3 +31,26 @@ class Tensor:
     @property
     def server_bytes(self) -> int:
         """How many bytes say what the servers keep of it."""
+
+class Declared:
+    """A name as a worker has declared it last."""
+
+    #: How it is compressed.
+    codec: Compression | None
+    #: None: not placed yet.
+    tensor: Tensor | None
+    #: Prepared, waiting for the placement.
+    pending: list[Handle]
+    failed: bool
+
+    def __init__(self, generation: int, shape: tuple[int, ...], dtype: int, nbytes: int, codec: Compression | None = None) -> None: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def now(self, shape: tuple[int, ...], dtype: int, codec: Compression | None) -> Tensor | None:
+        """What the core knows of it, if it is placed and still means that."""

@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 """What a name was declared as, for the core: its partitions, and what they go through."""
 from cpython.pycapsule cimport PyCapsule_GetPointer
-from libc.stdint cimport uint32_t, uintptr_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from bpsx.core.device cimport BETWEEN, UP, Device
 from bpsx.core.header cimport MAX_CODEC_BYTES, MAX_NAME_BYTES
@@ -97,3 +97,15 @@ cdef class Tensor:
     def server_bytes(self) -> int:
         """How many bytes say what the servers keep of it: what :meth:`Core.prepare` with ``keeps`` moves."""
         return sum([server_state_bytes(self.c.parts[i].packed) for i in range(self.c.n_parts)])
+
+
+cdef class Declared:
+    """A name as a worker has declared it last."""
+
+    def __init__(self, uint32_t generation, shape, int dtype, uint64_t nbytes, codec=None) -> None:
+        self.generation, self.shape, self.dtype, self.nbytes, self.codec = generation, shape, dtype, nbytes, codec
+        self.pending = []
+
+    cpdef Tensor now(self, shape, int dtype, codec):
+        """What the core knows of it, if it is placed and still means that."""
+        return self.tensor if not self.failed and self.dtype == dtype and self.codec is codec and self.shape == shape else None

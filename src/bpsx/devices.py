@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bpsx.local.gpus import Meeting
 
 #: NCCL is near its best rate with so many bytes of a step's gradients; what is more comes later for nothing.
-_BATCH = 25 << 20
+_BATCH = 50 << 20
 #: Collectives that go together at most, with servers and without.
 _GROUP, _GROUP_ALONE = 4, 64
 #: Gives the stream on which the caller works right now, as CUDA's handle.

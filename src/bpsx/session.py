@@ -10,12 +10,12 @@ from typing import Any
 from bpsx import errors
 from bpsx._core import Core
 from bpsx._handle import Handle, Item
-from bpsx._tensor import Tensor
+from bpsx._tensor import Declared
 from bpsx._watch import monotonic_ns
 from bpsx.compressing import Compressing, Remembered
 from bpsx.compression import Compression, parse
 from bpsx.config import Config
-from bpsx.declaring import Declared, check_name, check_new
+from bpsx.declaring import check_name, check_new
 from bpsx.devices import Devices, OnGpu, Streams, View
 from bpsx.dtypes import BY_CODE, BY_NAME, FLOAT_CODES, dtype_named
 from bpsx.forking import keep_from_children
@@ -316,17 +316,11 @@ class Session:
         """
         on = self.devices.place_on(items[0].name, gpu, streams, stream)
         divisor = self.size if average else 1
-        self._core.submit_all(items, self._known(items), divisor, on)
+        quick = not (self.compressing.any or self._async or self._joining.active)       # those known need no word of ours
+        self._core.submit_all(items, self._tensors if quick else {}, FLOAT_CODES, divisor, on)
         for item in items:
             if item.begun is None:
                 item.begun = self._begin(item, divisor, on)
-
-    def _known(self, items: list[Item]) -> list[Tensor | None]:
-        """What the core knows of those that need no word of ours."""
-        if self.compressing.any or self._async or self._joining.active:
-            return [None] * len(items)
-        found = [self._tensors.get(item.name) for item in items]
-        return [None if known is None else known.now(item.shape, FLOAT_CODES.get(item.dtype, 0), None) for item, known in zip(items, found)]
 
     def _begin(self, item: Item, divisor: int, on: OnGpu) -> Handle | Exception:
         where = (item.address, item.nbytes)

@@ -201,9 +201,8 @@ class Net(torch.nn.Module):
     def forward(self, value, skip=()):
         return sum((p * value * (i + 1)).sum() for i, p in enumerate(self.layers) if i not in skip)
 
-class Parameter:                # what a batch needs of one
-    def __init__(self, name):
-        self.named, self.pushed = batch.Named(name, name, 0), None
+def Parameter(name):            # what a batch needs of one
+    return _gradients.Managed(name, torch.nn.Parameter(torch.zeros(1)), batch.Named(name, name, 0), 1)
 
 def optimizer(net, **options):
     return bps.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters(), **options)
@@ -218,10 +217,16 @@ r, n = bps.rank(), bps.size()
 """
 
 
-@pytest.mark.parametrize(("shape", "most", "batches"), [("alone", 25 << 20, 1), ("machine", 65536, 2)], ids=["alone", "machine"])
-def test_gradients_go_together(shape: str, most: int, batches: int, pretend: Path) -> None:
+#: A PyTorch from before DLPack's exchange table.
+WITHOUT_TABLE = TORCH.replace("import torch\n", "import torch\ntorch.Tensor.__dlpack_c_exchange_api__ = None\n", 1)
+
+
+@pytest.mark.parametrize(("shape", "most", "batches", "names"),
+                         [("alone", 50 << 20, 1, TORCH), ("machine", 65536, 2, TORCH), ("alone", 50 << 20, 1, WITHOUT_TABLE)],
+                         ids=["alone", "machine", "older PyTorch"])
+def test_gradients_go_together(shape: str, most: int, batches: int, names: str, pretend: Path) -> None:
     """All of a step in one batch without servers, and by partitions with them; what is summed is right all the same."""
-    run(TORCH, f"""
+    run(names, f"""
         assert api.session().devices.batch_bytes == {most}
         net = Net()
         opt = optimizer(net)
@@ -312,6 +317,54 @@ def test_a_wait_that_is_interrupted_goes_on_later(pretend: Path) -> None:
             for i, p in enumerate(net.layers):
                 assert (p == -(step + 1) * (i + 1) * (n + 1) / 2).all(), (step, i, p)
             opt.zero_grad(set_to_none=False)
+        bps.shutdown()
+    """, pretend, *SHAPES["alone"])
+
+
+def test_gradients_that_share_memory_when_their_batch_begins_go_alone(pretend: Path) -> None:
+    """A hook of the user's has kept a view meanwhile: what is in there stays this worker's own until it is summed."""
+    run(TORCH, """
+        net = Net()
+        opt = optimizer(net)
+        for step in range(4):
+            asked.clear()
+            kept = []
+            hook = net.layers[3].register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.view(-1)))
+            net(r + 1.0).backward()
+            hook.remove()
+            assert sum(map(len, asked)) == (6 if step > 1 else 7), asked      # before, it was looked at at once
+            finish(opt)
+            for i, p in enumerate(net.layers):
+                assert (p == -(step + 1) * (i + 1) * (n + 1) / 2).all(), (step, i, p)
+            opt.zero_grad()
+        bps.shutdown()
+    """, pretend, *SHAPES["alone"])
+
+
+def test_what_has_come_has_come_whatever_becomes_of_its_groups_last(pretend: Path) -> None:
+    """A group's sums share an event, which is the next one's once the last of them is let go."""
+    run(TORCH, """
+        together = batch.batch_of(False)
+        parameters, stay = [Parameter(str(i)) for i in range(8)], []
+        def send():
+            for p in parameters:
+                together.add(p, torch.full((5000,), r + 1.0))
+            together.submit()
+        for turn in range(20):
+            send()
+            for p in parameters:
+                p.pushed.wait()
+            cuda.sync(main)
+            stay.append(parameters[0].pushed)
+            for p in parameters:
+                p.pushed = None
+            api.session()._core.reap()
+            with held(main):
+                send()
+                assert all(pushed.done() for pushed in stay)
+            for p in parameters:
+                p.pushed.wait()
+            cuda.sync(main)
         bps.shutdown()
     """, pretend, *SHAPES["alone"])
 

@@ -137,6 +137,29 @@ def streams(device: torch.device) -> float:
     return float((total - n * sum(range(20))).abs().max())
 
 
+def odd_gradients(device: torch.device) -> float:
+    """One that shares its memory when its batch begins, since the next is made on another stream: the largest error of the weights."""
+    r, n = bps.rank(), bps.size()
+    side = torch.cuda.Stream(device)
+    odd, other = (torch.nn.Parameter(torch.zeros(1 << 20, device=device)) for _ in range(2))
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD([odd, other], lr=1.0), [("odd", odd), ("other", other)])
+    kept: list[torch.Tensor] = []
+    odd.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad.view(-1)))
+    for _ in range(5):
+        kept.clear()
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            first = (other * (r + 2.0)).sum()
+        second = (odd * (r + 1.0)).sum()
+        torch.cuda.current_stream(device).wait_stream(side)
+        (first + second).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    mean = (n - 1) / 2
+    return max(float((odd + 5 * (mean + 1)).abs().max()), float((other + 5 * (mean + 2)).abs().max()))
+
+
 def both_kinds(device: torch.device) -> bool:
     """Tensors on the host and on the GPU, under their own names and under one."""
     n = bps.size()
@@ -227,7 +250,7 @@ def all_of_it() -> dict[str, Any]:
     device = begin()
     dist.init_process_group("bpsx")
     found: dict[str, Any] = {}
-    for part in (sums, streams, both_kinds, compressed, others, graph_refused):
+    for part in (sums, streams, odd_gradients, both_kinds, compressed, others, graph_refused):
         try:
             found[part.__name__] = part(device)
         except Exception as e:

@@ -122,6 +122,8 @@ cdef struct Task:
     bint on_gpu                 # input and output are there, and then:
     void *ready                 # the event after which the input is there and the output may be written to,
     void *over                  # ... and the one after which neither is in use any more. With DONE it has been recorded, not yet come.
+    bint marked                 # ... `over` is that of a group's last task, which is as good, and has been recorded
+    bint come                   # ... it has come. From then on it may be somebody else's. Read and written with the GIL.
     uint64_t stream             # the user's, on which `ready` was recorded,
     uint64_t recorded           # ... as the how many-th of all; tasks may share one
     uint64_t ended              # the how many-th of those that have ended well; 0: has not

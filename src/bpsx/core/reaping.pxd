@@ -31,10 +31,13 @@ cdef inline Task *take_reaped(Core *c) noexcept nogil:
 
 
 cdef inline Task *take_reaped_of_gpu(Core *c, Task *found) noexcept nogil:
-    """The same of those on a GPU, which ends them in their order: so only the oldest is asked for."""
+    """The same of those on a GPU, which ends them in their order: so only the oldest is asked for, and once for a group."""
     cdef Task *task = c.reap_on_gpu
+    cdef void *come = NULL
     cdef int token = c.device.enter(c.device.self)
-    while task != NULL and not atomic_load(&task.wire) and (token < 0 or c.device.query(c.device.self, task.over) != 0):
+    while task != NULL and not atomic_load(&task.wire) and (token < 0 or task.over == come or c.device.query(c.device.self, task.over) != 0):
+        come = task.over
+        task.come = True
         lock(&c.monitor)
         c.reap_on_gpu = task.next
         unlock(&c.monitor)

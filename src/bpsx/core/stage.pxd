@@ -191,7 +191,8 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
     cdef bint stands_in = task.handle == NULL       # looked at now: whoever waits may free the task as soon as it is published
     if task.tensor.recorded and not task.keeps:
         ended(c, task, status)
-    if task.over != NULL and mark_end(c.device, task.over, status == DONE, task.tensor.last_stream) != 0 and status == DONE:
+    if task.over != NULL and not (task.marked and status == DONE) \
+            and mark_end(c.device, task.over, status == DONE, task.tensor.last_stream) != 0 and status == DONE:
         status = E_DEVICE
     if status == DONE and task.over != NULL:
         c.gpu.ends += 1

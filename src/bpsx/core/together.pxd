@@ -359,6 +359,30 @@ cdef inline int reach(Core *c, Partition *p, const Post *post) noexcept nogil:
     return 0
 
 
+cdef inline int mark_group(Core *c, uint32_t n) noexcept nogil:
+    """Record one end for all tasks that end with this group, the last one's. Each alone would take the driver's lock from who queues the next layer.
+    The last is reaped last, so its event stays what it is for as long as somebody asks for it. 0, or an error."""
+    cdef Task *task
+    cdef void *over = NULL
+    cdef uint32_t i
+    if not c.machine.alone:                     # there is more to do
+        return 0
+    for i in range(n):
+        task = task_of(c, &c.gpu.orders[n - 1 - i])
+        if task == NULL or task.handle == NULL or task.tensor.recorded:     # which ends when that has been seen to have come
+            continue
+        if over == NULL:
+            over = task.over
+        task.over = over
+        task.marked = True
+    return c.device.record(c.device.self, over, c.device.streams[BETWEEN]) if over != NULL else 0
+
+
+cdef inline Task *task_of(Core *c, const Post *order) noexcept nogil:
+    """What an order is about, if it is under way here."""
+    return partition_of(c.machine, order.key).tensor.current if order.takes_part else NULL
+
+
 cdef inline void carry_out(Core *c, uint32_t n) noexcept nogil:
     """Queue the first n orders as one group, in their sequence."""
     cdef Device *d = c.device
@@ -376,6 +400,8 @@ cdef inline void carry_out(Core *c, uint32_t n) noexcept nogil:
     for i in range(n):
         if rc == 0 and c.gpu.orders[i].takes_part:
             rc = divide_sum(c, partition_of(c.machine, c.gpu.orders[i].key), &c.gpu.orders[i])
+    if rc == 0:
+        rc = mark_group(c, n)
     if rc != 0:
         give_up(c, E_DEVICE)
         return

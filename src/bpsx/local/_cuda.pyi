@@ -45,6 +45,8 @@ class Gpu:
         """A number that no other stream has or will have, from 1; 0 if that cannot be known."""
     def event(self) -> int:
         """An event that nobody else has; :meth:`give` takes it back."""
+    def events(self, n: int) -> list[int]:
+        """So many of them."""
     def give(self, event: int) -> None:
         """Take an event back for the next who asks."""
     def record(self, event: int, stream: int) -> None:

@@ -208,6 +208,10 @@ cdef class Gpu:
             self._check("cuEventCreate", self.state.driver.event_new(&event, NO_TIMING))
         return <uintptr_t>event
 
+    def events(self, Py_ssize_t n) -> list[int]:
+        """So many of them."""
+        return [self.event() for _ in range(n)]
+
     def give(self, uintptr_t event) -> None:
         """Take an event back for the next who asks."""
         self.spare.append(event)

@@ -1,14 +1,12 @@
 """Gradients of a backward pass on their way; see ``_gradients.pyx``."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 from weakref import ref
 
 import torch
 
 from bpsx._adapter import Item, Streams
-
-_M = TypeVar("_M")
 
 #: A test may take all memory for the first GPU's. Then it is called with that of each gradient: address, bytes, PyTorch's storage.
 ALL_ON_GPU: Callable[[int, int, Any], None] | None
@@ -22,6 +20,37 @@ def is_alone(tensor: torch.Tensor) -> bool:
     """Whether no other tensor can live in the same memory, and so share its version counter."""
 def version(tensor: torch.Tensor) -> int | None:
     """How often ``tensor``, or another one in the same memory, has been written to; None if nobody counts."""
+
+class Managed:
+    """A parameter that is trained: its name on the wire, its urgency, the backward passes left until it is pushed, and the push."""
+
+    #: A :class:`Pushed`, a :class:`bpsx.torch.sparse.SparseSum` or None.
+    pushed: Any
+    hook: Any
+    #: None: the workers have not agreed yet.
+    kind: Any
+    #: What an implicit wait has left in grad, and its version.
+    averaged: tuple[torch.Tensor, int | None] | None
+    passes_left: int
+    sparse_dim: int
+    #: A sparse gradient that is complete, and waits for that.
+    deferred: bool
+    #: What has been pushed are zeros for a gradient that this worker has not had.
+    stands_in: bool
+    #: On a GPU it is dense, and goes with others.
+    quick: bool
+    #: False: no worker has a gradient in this step, as far as is known.
+    wanted: bool
+
+    def __init__(self, name: str, parameter: torch.Tensor, named: Any, passes: int) -> None: ...
+    @property
+    def parameter(self) -> torch.Tensor: ...
+    @property
+    def named(self) -> Any: ...
+    @property
+    def name(self) -> str: ...
+    def is_sparse(self) -> bool:
+        """Whether the gradient is sparse as it stands."""
 
 class Pushed(Item):
     """A gradient under way: ``gradient`` is what the average goes into, ``ctx`` the compressor's. It may have to wait for others of a batch.
@@ -47,9 +76,15 @@ class Pushed(Item):
     def wait(self) -> torch.Tensor:
         """The sum. Raises what has made it fail."""
 
+def pushed_of(managed: list[Managed]) -> list[Managed]:
+    """Those whose gradients are on their way."""
+def missing_of(managed: list[Managed]) -> list[Managed]:
+    """Those that are trained, wanted and not on their way. What could not begin is not, and goes again."""
+def restart(managed: list[Managed], passes: int) -> None:
+    """Forget backward passes that have been added up so far, and averages, whose memory may be wanted."""
 def all_together(managed: list[Any]) -> bool:
     """Whether each of them has a gradient of its own on its way, with others on a GPU."""
-def settle(managed: list[_M]) -> list[_M]:
+def settle(managed: list[Managed]) -> list[Managed]:
     """Wait for gradients that are :func:`all_together`, and see that they are where the optimizer looks. Returns those with which something is the
     matter, as they are: failed, written to, with other memory."""
 
@@ -73,9 +108,8 @@ class Batch:
     def __init__(
         self, begin: Callable[[list[Item], int, Streams, int], None], begin_alone: Callable[[torch.Tensor, Any], Pushed], worth: Callable[[], int],
     ) -> None: ...
-    def add(self, managed: Any, gradient: torch.Tensor) -> None:
-        """Sum the gradient of a :class:`bpsx.torch.exchange.Managed` on the GPU, and set its ``pushed``. Raises why one cannot begin that has to
-        alone."""
+    def add(self, managed: Managed, gradient: torch.Tensor) -> None:
+        """Sum a parameter's dense gradient on the GPU, and set its ``pushed``. Raises why one cannot begin that has to alone."""
     def submit(self) -> None:
         """Begin what there is. Raises the first failure; whoever waits for that gradient is told, too."""
 

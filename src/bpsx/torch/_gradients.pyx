@@ -5,7 +5,6 @@ A step has hundreds, and a hook holds up the pass: in Python this took 30 us for
 cost a record on the stream, a lock, a wake-up and a collective. Of PyTorch nothing is needed to build this.
 """
 import contextlib
-import threading
 from copy import copy
 
 import torch
@@ -13,6 +12,8 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint64_t
 
 from bpsx._adapter cimport Handle, Item
+from bpsx.torch.dlpack cimport ON_CPU, ON_CUDA, Seen, Table, address, elements, is_contiguous, look, shape_of, table_of
+from bpsx.torch.turn cimport Turn, drop_turn, end_turn, new_turn, take_turn
 
 from bpsx.torch.eager import eager
 from bpsx.torch.ops import SUMMED, mark_all_written, streams_of
@@ -26,11 +27,23 @@ ALL_ON_GPU = None
 
 _strided, _Tensor = torch.strided, torch.Tensor
 _uses = getattr(torch._C, "_storage_Use_Count", None)
+#: NULL: this PyTorch has none, and is asked by its methods.
+cdef Table *DLPACK = table_of(_Tensor)
+#: By DLPack's kind of number and bits.
+cdef dict NAMES = {code << 8 | bits: name for code, bits, name in (
+    (2, 16, "float16"), (4, 16, "bfloat16"), (2, 32, "float32"), (2, 64, "float64"), (1, 8, "uint8"), (0, 8, "int8"), (0, 32, "int32"), (0, 64, "int64"))}
 
 
 cpdef bint is_dense_on_gpu(tensor) except -1:
     """Whether ``tensor`` is dense, and on a GPU that bpsx knows."""
     return tensor.layout is _strided and (tensor.is_cuda or ALL_ON_GPU is not None)
+
+
+cdef bint see_on_gpu(tensor, Seen *seen):
+    """The same, and what DLPack says of it. False also where it cannot be asked."""
+    if DLPACK == NULL or type(tensor) is not _Tensor or not look(DLPACK, tensor, seen) or seen.lanes != 1:
+        return False
+    return seen.device_type == ON_CUDA or seen.device_type == ON_CPU and ALL_ON_GPU is not None
 
 
 cdef Py_ssize_t holders(memory):
@@ -60,6 +73,14 @@ def is_shared(gradient) -> bool:
     return shares(memory)
 
 
+cdef uint64_t place_of(tensor) except? 0:
+    """Where its elements begin."""
+    cdef Seen seen
+    if DLPACK != NULL and type(tensor) is _Tensor and look(DLPACK, tensor, &seen):
+        return <uint64_t>address(&seen)
+    return tensor.data_ptr()
+
+
 def is_alone(tensor) -> bool:
     """Whether no other tensor can live in the same memory, and so share its version counter."""
     return tensor.untyped_storage().nbytes() == tensor.nbytes
@@ -79,6 +100,59 @@ def version(tensor) -> int | None:
     return None if found == UNCOUNTED else found
 
 
+cdef class Managed:
+    """A parameter that is trained: its name on the wire, its urgency, the backward passes left until it is pushed, and the push."""
+    cdef object __weakref__
+    cdef readonly object parameter, named
+    cdef readonly str name
+    cdef public object pushed           # a Pushed, a SparseSum or None
+    cdef public object hook
+    cdef public object kind             # None: the workers have not agreed yet
+    cdef public object averaged         # what an implicit wait has left in grad, and its version; or None
+    cdef public int passes_left, sparse_dim
+    cdef public bint deferred           # a sparse gradient that is complete, and waits for that
+    cdef public bint stands_in          # what has been pushed are zeros for a gradient that this worker has not had
+    cdef public bint quick              # on a GPU it is dense, and goes with others
+    cdef public bint wanted             # False: no worker has a gradient in this step, as far as is known
+
+    def __init__(self, str name, parameter, named, int passes) -> None:
+        self.name, self.parameter, self.named, self.passes_left, self.sparse_dim, self.wanted = name, parameter, named, passes, 1, True
+
+    def is_sparse(self) -> bool:
+        """Whether the gradient is sparse as it stands."""
+        gradient = self.parameter.grad
+        return gradient is not None and gradient.layout is torch.sparse_coo
+
+
+cdef name_of(const Seen *seen):
+    """The element type, or None: no such are summed."""
+    return NAMES.get(seen.code << 8 | seen.bits)
+
+
+cdef bint lies_plain(Pushed pushed, const Seen *seen) except -1:
+    """Whether a gradient can be summed as it lies. Then its memory is noted. ``seen``: what DLPack says of it, if it does."""
+    gradient = pushed.gradient
+    if seen != NULL:
+        dtype = name_of(seen) if is_contiguous(seen) else None
+    else:
+        fits = type(gradient) is _Tensor and not gradient.is_nested and gradient.is_contiguous()
+        dtype = SUMMED.get(gradient.dtype) if fits else None
+    if dtype is None or gradient.is_neg():
+        return False
+    memory = gradient.untyped_storage()
+    if shares(memory):
+        return False
+    # Kept by its storage: `gradient.data` may be set to other memory meanwhile.
+    pushed.owner, pushed.dtype = memory, dtype
+    if seen != NULL:
+        pushed.shape, pushed.address, pushed.nbytes = shape_of(seen), <uint64_t>address(seen), elements(seen) * (seen.bits // 8)
+    else:
+        pushed.shape, pushed.address, pushed.nbytes = gradient.shape, gradient.data_ptr(), gradient.nbytes
+    if ALL_ON_GPU is not None:
+        ALL_ON_GPU(pushed.address, pushed.nbytes, memory)
+    return True
+
+
 cdef class Pushed(Item):
     """A gradient under way: ``gradient`` is what the average goes into, ``ctx`` the compressor's. It may have to wait for others of a batch.
 
@@ -87,6 +161,7 @@ cdef class Pushed(Item):
     cdef readonly object gradient, ctx
     cdef readonly bint own
     cdef readonly bint written      # known after the wait
+    cdef object named
     cdef Batch batch                # None: it has begun alone
     cdef int64_t version
     cdef bint waited
@@ -127,9 +202,35 @@ cdef class Pushed(Item):
         return received if self.batch is None else self.total()
 
 
+def pushed_of(list managed) -> list:
+    """Those whose gradients are on their way."""
+    return [m for m in managed if (<Managed?>m).pushed is not None]
+
+
+def missing_of(list managed) -> list:
+    """Those that are trained, wanted and not on their way. What could not begin is not, and goes again."""
+    cdef Managed m
+    cdef list found = []
+    for m in managed:
+        if type(m.pushed) is Pushed and type((<Pushed>m.pushed).begun) is Failed:
+            m.pushed = None
+        if m.pushed is None and m.wanted and m.parameter.requires_grad:
+            found.append(m)
+    return found
+
+
+def restart(list managed, int passes) -> None:
+    """Forget backward passes that have been added up so far, and averages, whose memory may be wanted."""
+    cdef Managed m
+    for m in managed:
+        m.passes_left = passes
+        m.averaged = None
+
+
 def all_together(list managed) -> bool:
     """Whether each of them has a gradient of its own on its way, with others on a GPU."""
     cdef Pushed pushed
+    cdef Managed m
     for m in managed:
         if type(m.pushed) is not Pushed:
             return False
@@ -143,6 +244,7 @@ def settle(list managed) -> list:
     """Wait for gradients that are :func:`all_together`, and see that they are where the optimizer looks. Returns those with which something is the
     matter, as they are: failed, written to, with other memory."""
     cdef Pushed pushed
+    cdef Managed m
     cdef Handle handle
     cdef uint64_t stream = 0, by = 0
     cdef list odd = [], done = []
@@ -150,7 +252,7 @@ def settle(list managed) -> list:
         for m in managed:
             pushed = m.pushed
             gradient = pushed.gradient
-            if pushed.version == UNCOUNTED or <int64_t>gradient._version != pushed.version or <uint64_t>gradient.data_ptr() != pushed.address:
+            if pushed.version == UNCOUNTED or <int64_t>gradient._version != pushed.version or place_of(gradient) != pushed.address:
                 odd.append(m)
                 continue
             handle = pushed.begun
@@ -193,44 +295,81 @@ cdef class Batch:
     """What one optimizer's hooks have been given and have not begun yet. It begins when it is worth it, when backward ends or turns to another
     stream, and when somebody waits. Workers need not have the same in a batch: nobody waits here. Thread-safe."""
     cdef public bint quick          # hooks may leave out what they check otherwise: see Exchange.accumulated
-    cdef object begin, begin_alone, worth, lock, streams, stream
+    cdef object begin, begin_alone, worth, streams, stream
+    cdef Turn turn
     cdef list waiting
     cdef int device
     cdef uint64_t nbytes, most
+
+    def __cinit__(self) -> None:
+        new_turn(&self.turn)
+
+    def __dealloc__(self) -> None:
+        drop_turn(&self.turn)
 
     def __init__(self, begin, begin_alone, worth) -> None:
         """``begin``: of a list of :class:`bpsx._handle.Item`, their GPU, what gives its current stream, and the stream that made them, begins them as
         :meth:`bpsx.session.Session.push_pull_all` does; ``begin_alone``: of a gradient and its name gives a :class:`Pushed`; ``worth``: gives how
         many bytes are worth beginning."""
         self.begin, self.begin_alone, self.worth = eager(begin), eager(begin_alone), eager(worth)
-        self.lock, self.waiting, self.device = threading.RLock(), [], -2
+        self.waiting, self.device = [], -2
 
-    cpdef add(self, managed, gradient):
+    def add(self, Managed managed not None, gradient) -> None:
         """Sum a parameter's dense gradient on the GPU: at once, on the current stream, if it has to be laid out in another way or shares its memory.
         Raises why that cannot begin; what cannot begin with others is told by the wait. ``managed.pushed`` of what goes with others is set before
         anything can interrupt."""
+        cdef Seen seen
+        cdef Seen *known = &seen if see_on_gpu(gradient, &seen) else NULL
+        cdef Pushed pushed = self.new_pushed(managed, gradient)
+        take_turn(&self.turn)
+        try:
+            self.turn_to(0 if ALL_ON_GPU is not None else gradient.get_device())
+            if lies_plain(pushed, known):
+                self.append(managed, pushed)
+            else:
+                managed.pushed = self.begin_alone(gradient, managed.named)
+        finally:
+            end_turn(&self.turn)
+
+    cdef bint put(self, Managed managed, gradient, const Seen *seen) except -1:
+        """The same of one on the GPU, for a hook that has no time: it is looked at when the batch begins. False: this one cannot wait for that."""
         cdef Pushed pushed
-        cdef int device = 0 if ALL_ON_GPU is not None else gradient.get_device()
-        with self.lock:
-            if device != self.device:
-                self.submit_quietly()
-                self.device, self.streams = device, streams_of(device)
-            pushed = self.plain(gradient)
-            named = managed.named
-            if pushed is None:
-                managed.pushed = self.begin_alone(gradient, named)
-                return
-            pushed.name, pushed.priority = named.wire, named.priority
-            stream = self.streams()
-            if self.waiting and stream != self.stream:
-                self.submit_quietly()
-            if not self.waiting:
-                self.open_for(stream)
-            managed.pushed = pushed
-            self.waiting.append(pushed)
-            self.nbytes += pushed.nbytes
-            if self.nbytes >= self.most:
-                self.submit_quietly()
+        dtype = name_of(seen)
+        if dtype is None or not is_contiguous(seen):
+            return False
+        pushed = self.new_pushed(managed, gradient)
+        pushed.dtype, pushed.nbytes = dtype, elements(seen) * (seen.bits // 8)
+        take_turn(&self.turn)
+        try:
+            self.turn_to(0 if ALL_ON_GPU is not None else seen.device)
+            self.append(managed, pushed)
+        finally:
+            end_turn(&self.turn)
+        return True
+
+    cdef Pushed new_pushed(self, Managed managed, gradient):
+        cdef Pushed pushed = Pushed.__new__(Pushed)
+        pushed.gradient, pushed.own, pushed.batch, pushed.version = gradient, True, self, counted(gradient)
+        pushed.named = managed.named
+        pushed.name, pushed.priority = pushed.named.wire, pushed.named.priority
+        return pushed
+
+    cdef turn_to(self, int device):
+        if device != self.device:
+            self.submit_quietly()
+            self.device, self.streams = device, streams_of(device)
+
+    cdef append(self, Managed managed, Pushed pushed):
+        stream = self.streams()
+        if self.waiting and stream != self.stream:
+            self.submit_quietly()
+        if not self.waiting:
+            self.open_for(stream)
+        managed.pushed = pushed
+        self.waiting.append(pushed)
+        self.nbytes += pushed.nbytes
+        if self.nbytes >= self.most:
+            self.submit_quietly()
 
     cdef open_for(self, stream):
         self.stream, self.nbytes, self.most = stream, 0, self.worth()
@@ -244,10 +383,13 @@ cdef class Batch:
     def submit(self) -> None:
         """Begin what there is. Raises the first failure; whoever waits for that gradient is told, too."""
         failure = None
-        with self.lock:
+        take_turn(&self.turn)
+        try:
             waiting, self.waiting = self.waiting, []
             if waiting:
                 failure = self.begin_all(waiting)
+        finally:
+            end_turn(&self.turn)
         if failure is not None:
             try:
                 raise failure
@@ -257,9 +399,12 @@ cdef class Batch:
     cdef begin_all(self, list waiting):
         """Begin them. Returns a failure."""
         cdef Pushed pushed
+        cdef list together
         failure = of_all = None
         try:
-            self.begin(waiting, self.device, self.streams, self.stream)
+            together = self.begin_odd(waiting)
+            if together:
+                self.begin(together, self.device, self.streams, self.stream)
         except Exception as e:
             of_all = e.with_traceback(None)
         finally:        # also if it is interrupted: what has begun has, and the rest waits on
@@ -268,28 +413,37 @@ cdef class Batch:
                     pushed.begun = of_all
                 if pushed.begun is None:
                     self.waiting.append(pushed)
-                elif type(pushed.begun) is not Handle:
+                elif isinstance(pushed.begun, Exception):
                     failure = copy(pushed.begun)
                     pushed.begun = Failed(pushed.begun)
         return failure
 
-    cdef Pushed plain(self, gradient):
-        """A gradient that can be summed as it lies, or None."""
-        cdef Pushed pushed
-        dtype = SUMMED.get(gradient.dtype)
-        if dtype is None or type(gradient) is not _Tensor or gradient.is_nested or not gradient.is_contiguous() or gradient.is_neg():
-            return None
-        memory = gradient.untyped_storage()
-        if shares(memory):
-            return None
-        pushed = Pushed.__new__(Pushed)
-        pushed.gradient, pushed.own, pushed.batch, pushed.version = gradient, True, self, counted(gradient)
-        # Kept by its storage: `gradient.data` may be set to other memory meanwhile.
-        pushed.owner, pushed.dtype, pushed.shape = memory, dtype, gradient.shape
-        pushed.address, pushed.nbytes = gradient.data_ptr(), gradient.nbytes
-        if ALL_ON_GPU is not None:
-            ALL_ON_GPU(pushed.address, pushed.nbytes, memory)
-        return pushed
+    cdef list begin_odd(self, list waiting):
+        """Begin those that cannot go with others, before the sums of these are on their way. Returns the rest."""
+        cdef Pushed pushed, alone = None
+        cdef Seen seen
+        cdef list together = []
+        for pushed in waiting:
+            if pushed.owner is not None or lies_plain(pushed, &seen if see_on_gpu(pushed.gradient, &seen) else NULL):
+                together.append(pushed)
+                continue
+            pushed.batch = None
+            try:
+                with self.on_its_stream():
+                    alone = self.begin_alone(pushed.gradient, pushed.named)
+            except Exception as e:
+                pushed.begun = e.with_traceback(None)
+                continue
+            pushed.ctx, pushed.own, pushed.begun = alone.ctx, alone.own, alone.begun
+            if not alone.own:
+                pushed.version = UNCOUNTED
+        return together
+
+    cdef on_its_stream(self):
+        """A context in which the stream that made the gradients is the current one."""
+        if self.streams() == self.stream:
+            return contextlib.nullcontext()
+        return torch.cuda.stream(torch.cuda.ExternalStream(self.stream, device=self.device))
 
 
 cdef class Hook:
@@ -304,14 +458,18 @@ cdef class Hook:
         self.exchange, self.managed, self.batch, self.accumulated = exchange, managed, batch, eager(accumulated)
 
     def __call__(self, _) -> None:
-        exchange, managed = self.exchange(), self.managed()
-        if exchange is None or managed is None:
+        cdef Managed managed = self.managed()
+        cdef Seen seen
+        if managed is None:             # the exchange, which owns it, is no more
             return
         if self.batch.quick and managed.quick and managed.pushed is None and managed.passes_left == 1:
             gradient = managed.parameter.grad
-            if gradient is not None and is_dense_on_gpu(gradient):
-                managed.passes_left = 0
+            if gradient is not None and see_on_gpu(gradient, &seen):
+                managed.passes_left = 0         # before anything can interrupt
                 managed.stands_in = False
-                self.batch.add(managed, gradient)
-                return
-        self.accumulated(exchange, managed)
+                if self.batch.put(managed, gradient, &seen):
+                    return
+                managed.passes_left = 1
+        exchange = self.exchange()
+        if exchange is not None:
+            self.accumulated(exchange, managed)

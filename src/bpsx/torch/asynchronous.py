@@ -66,7 +66,7 @@ class AsyncExchange(Exchange):
             with torch.no_grad():
                 torch.sub(parameter, change, out=change)
             try:
-                self._waiting.append(submit(change, parameter, PREFIX + managed.name, average=False, priority=managed.priority))
+                self._waiting.append(submit(change, parameter, PREFIX + managed.name, average=False, priority=managed.named.priority))
             except Exception as e:
                 failures.append(e)
         try:

@@ -19,11 +19,11 @@ from bpsx import _adapter
 from bpsx.api import local_rank, local_size, rank, shutdown, size
 from bpsx.errors import ConfigError
 from bpsx.torch import init
-from bpsx.torch._gradients import Pushed
+from bpsx.torch._gradients import Managed, Pushed
 from bpsx.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from bpsx.torch.compression import Compression, Compressor
 from bpsx.torch.eager import eager
-from bpsx.torch.exchange import Exchange, GradientOrderError, Kind, Managed
+from bpsx.torch.exchange import Exchange, GradientOrderError, Kind
 from bpsx.torch.ops import poll, push_pull_async_inplace, synchronize
 from bpsx.torch.optimizer import _DistributedOptimizer, check_optimizer, check_options, checked_passes, mix_in, names_of
 from bpsx.torch.serving import Serving, check_model

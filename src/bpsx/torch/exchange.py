@@ -12,7 +12,7 @@ import torch
 
 from bpsx import _adapter
 from bpsx.errors import BpsxError, ConfigError, MismatchError
-from bpsx.torch._gradients import Hook, Pushed, all_together, is_alone, is_dense_on_gpu, settle, version
+from bpsx.torch._gradients import Hook, Managed, all_together, is_alone, is_dense_on_gpu, missing_of, pushed_of, restart, settle, version
 from bpsx.torch.batch import Named, batch_of, push
 from bpsx.torch.compression import Compressor, NoneCompressor
 from bpsx.torch.ops import Handle, check_tensor, mark_written, submit, summable
@@ -34,27 +34,6 @@ class Kind(Enum):
 
     DENSE = "dense"
     SPARSE = "sparse"
-
-
-class Managed:
-    """A parameter: its name on the wire, its urgency, the backward passes left until it is pushed, and the push."""
-
-    def __init__(self, name: str, parameter: torch.Tensor, priority: int, passes: int) -> None:
-        self.name, self.parameter, self.priority, self.passes_left = name, parameter, priority, passes
-        self.named = Named(PREFIX + name, f"gradient of {name!r}", priority)
-        self.hook: Any = None
-        self.pushed: Pushed | SparseSum | None = None
-        self.kind: Kind | None = None       # None: the workers have not agreed yet
-        self.sparse_dim = 1
-        self.deferred = False               # a sparse gradient that is complete, and waits for that
-        self.stands_in = False              # what has been pushed are zeros for a gradient that this worker has not had
-        self.quick = False                  # on a GPU it is dense, and goes with others
-        self.wanted = True                  # False: no worker has a gradient in this step, as far as is known
-        self.averaged: tuple[torch.Tensor, int | None] | None = None    # what an implicit wait has left in grad, and its version
-
-    def is_sparse(self) -> bool:
-        """Whether the gradient is sparse as it stands."""
-        return self.parameter.grad is not None and self.parameter.grad.layout == torch.sparse_coo
 
 
 class Exchange:
@@ -101,7 +80,8 @@ class Exchange:
         for name, parameter in names:
             if id(parameter) not in known:
                 known.add(id(parameter))
-                self._managed.append(Managed(name, parameter, -len(self._managed), self._passes))
+                named = Named(PREFIX + name, f"gradient of {name!r}", -len(self._managed))
+                self._managed.append(Managed(name, parameter, named, self._passes))
                 if self.active:
                     self._declare(name, parameter)
         if attach:
@@ -158,9 +138,7 @@ class Exchange:
     def restart_count(self) -> None:
         """Forget backward passes that have been added up so far."""
         self._batch.quick = False
-        for managed in self._managed:
-            managed.passes_left = self._passes
-            managed.averaged = None     # its memory may be wanted
+        restart(self._managed, self._passes)
 
     def accumulated(self, managed: Managed) -> None:
         """Backward has added to a gradient. Raises :class:`GradientOrderError`."""
@@ -212,7 +190,7 @@ class Exchange:
         self.attach()
         now = self._open_round()
         self._push_missing(now)
-        ours = [m for m in self._managed if m.pushed is not None]
+        ours = pushed_of(self._managed)
         together = all_together(ours)
         for managed in ours:
             if isinstance(managed.pushed, SparseSum):
@@ -247,10 +225,7 @@ class Exchange:
             return
         with suppress(Exception):       # it goes again, and is told then
             self._batch.submit()
-        for m in self._managed:
-            if isinstance(m.pushed, Pushed) and m.pushed.failed:
-                m.pushed = None
-        missing = [m for m in self._managed if m.pushed is None and m.wanted and m.parameter.requires_grad]
+        missing = missing_of(self._managed)
         unsure = [m for m in missing if m.parameter.grad is None and m.name in self.choices]
         if not now.begun:
             try:

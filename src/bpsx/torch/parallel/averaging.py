@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from bpsx import _adapter
+from bpsx.torch._gradients import Managed
 from bpsx.torch.compression import Compressor
-from bpsx.torch.exchange import Exchange, GradientOrderError, Managed
+from bpsx.torch.exchange import Exchange, GradientOrderError
 from bpsx.torch.ops import Handle, submit
 from bpsx.torch.under_way import Round, ended, raise_first, zero_gradient
 
@@ -190,7 +191,7 @@ class Averaging(Exchange):
         with torch.no_grad():
             plain = zero_gradient(parameter) if parameter.grad is None else parameter.grad.detach().to_dense().clone()
         wire, ctx = self._compression.compress(plain)
-        return submit(wire, wire, managed.named.wire, average=True, priority=managed.priority), ctx
+        return submit(wire, wire, managed.named.wire, average=True, priority=managed.named.priority), ctx
 
     @staticmethod
     def _take(managed: Managed, average: torch.Tensor) -> None:
