@@ -341,6 +341,64 @@ def test_gradients_that_share_memory_when_their_batch_begins_go_alone(pretend: P
     """, pretend, *SHAPES["alone"])
 
 
+@pytest.mark.parametrize("default", [False, True], ids=["a stream", "the default stream"])
+def test_a_gradient_that_goes_alone_does_so_on_the_stream_that_made_it(default: bool, pretend: Path) -> None:
+    """Though its batch begins since the next is made on another. PyTorch's own streams are imitated: by the number 0 it would make a new one."""
+    run(TORCH, f"""
+        made_on, other = 0 if {default} else main, cuda.stream()
+        @contextlib.contextmanager
+        def work_on(number):
+            before, stream[0] = stream[0], number
+            yield
+            stream[0] = before
+        def existing(number, device):
+            assert number, "a new stream"
+            return number
+        torch.cuda.stream, torch.cuda.ExternalStream, torch.cuda.default_stream = work_on, existing, lambda device: 0
+        net = Net()
+        opt = optimizer(net)
+        for step in range(4):
+            stream[0], kept, alone_on = made_on, [], []
+            def keep(p):
+                kept.append(p.grad.view(-1))
+            def turn(_):
+                stream[0] = other
+            def noted(*arguments, **options):
+                alone_on.append(stream[0])
+                return alone(*arguments, **options)
+            batch.submit = noted
+            hooks = [net.layers[3].register_post_accumulate_grad_hook(h) for h in (keep, turn)]
+            net(r + 1.0).backward()
+            for hook in hooks:
+                hook.remove()
+            stream[0] = made_on
+            finish(opt)
+            assert alone_on == ([made_on] if step > 1 else []), alone_on
+            for i, p in enumerate(net.layers):
+                assert (p == -(step + 1) * (i + 1) * (n + 1) / 2).all(), (step, i, p)
+            opt.zero_grad()
+        bps.shutdown()
+    """, pretend, *SHAPES["alone"])
+
+
+def test_two_optimizers_of_one_parameter_both_sum_what_backward_made(pretend: Path) -> None:
+    run(TORCH, """
+        net = Net()
+        def named(prefix):
+            return [(f"{prefix}.{i}", p) for i, p in enumerate(net.layers)]
+        opts = [bps.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), named(prefix)) for prefix in "ab"]
+        for step in range(5):
+            net(r + 1.0).backward()
+            for opt in opts:
+                opt.step()
+            for i, p in enumerate(net.layers):
+                assert (p == -2 * (step + 1) * (i + 1) * (n + 1) / 2).all(), (step, i, p)
+            for opt in opts:
+                opt.zero_grad()
+        bps.shutdown()
+    """, pretend, *SHAPES["alone"])
+
+
 def test_what_has_come_has_come_whatever_becomes_of_its_groups_last(pretend: Path) -> None:
     """A group's sums share an event, which is the next one's once the last of them is let go."""
     run(TORCH, """

@@ -365,22 +365,26 @@ cdef inline int mark_group(Core *c, uint32_t n) noexcept nogil:
     cdef Task *task
     cdef void *over = NULL
     cdef uint32_t i
+    cdef int rc
     if not c.machine.alone:                     # there is more to do
         return 0
     for i in range(n):
-        task = task_of(c, &c.gpu.orders[n - 1 - i])
-        if task == NULL or task.handle == NULL or task.tensor.recorded:     # which ends when that has been seen to have come
-            continue
-        if over == NULL:
+        task = ends_with(c, &c.gpu.orders[i])
+        if task != NULL:
             over = task.over
-        task.over = over
-        task.marked = True
-    return c.device.record(c.device.self, over, c.device.streams[BETWEEN]) if over != NULL else 0
+    rc = c.device.record(c.device.self, over, c.device.streams[BETWEEN]) if over != NULL else 0
+    for i in range(n if rc == 0 else 0):
+        task = ends_with(c, &c.gpu.orders[i])
+        if task != NULL:
+            task.over = over
+            task.marked = True
+    return rc
 
 
-cdef inline Task *task_of(Core *c, const Post *order) noexcept nogil:
-    """What an order is about, if it is under way here."""
-    return partition_of(c.machine, order.key).tensor.current if order.takes_part else NULL
+cdef inline Task *ends_with(Core *c, const Post *order) noexcept nogil:
+    """The task that ends with an order's collective, if it is under way here. One that is recorded ends when that has been seen to have come."""
+    cdef Task *task = partition_of(c.machine, order.key).tensor.current if order.takes_part else NULL
+    return task if task != NULL and task.handle != NULL and not task.tensor.recorded else NULL
 
 
 cdef inline void carry_out(Core *c, uint32_t n) noexcept nogil:

@@ -210,7 +210,14 @@ cdef class Gpu:
 
     def events(self, Py_ssize_t n) -> list[int]:
         """So many of them."""
-        return [self.event() for _ in range(n)]
+        cdef list found = []
+        try:
+            while len(found) < n:
+                found.append(self.event())
+        except Exception:
+            self.spare += found
+            raise
+        return found
 
     def give(self, uintptr_t event) -> None:
         """Take an event back for the next who asks."""

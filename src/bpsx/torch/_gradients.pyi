@@ -39,6 +39,8 @@ class Managed:
     stands_in: bool
     #: On a GPU it is dense, and goes with others.
     quick: bool
+    #: Another optimizer sums its gradient, too.
+    rivalled: bool
     #: False: no worker has a gradient in this step, as far as is known.
     wanted: bool
 
@@ -120,4 +122,6 @@ class Hook:
     """
 
     def __init__(self, exchange: ref[Any], managed: ref[Any], batch: Batch, accumulated: Callable[[Any, Any], None]) -> None: ...
+    def rival(self) -> None:
+        """Another hook sums the same gradient."""
     def __call__(self, _: torch.Tensor) -> None: ...

@@ -113,6 +113,7 @@ cdef class Managed:
     cdef public bint deferred           # a sparse gradient that is complete, and waits for that
     cdef public bint stands_in          # what has been pushed are zeros for a gradient that this worker has not had
     cdef public bint quick              # on a GPU it is dense, and goes with others
+    cdef public bint rivalled           # another optimizer sums its gradient, too
     cdef public bint wanted             # False: no worker has a gradient in this step, as far as is known
 
     def __init__(self, str name, parameter, named, int passes) -> None:
@@ -175,6 +176,13 @@ cdef class Pushed(Item):
         """Whether it could not begin."""
         return isinstance(self.begun, Failed)
 
+    cdef follow(self, Pushed alone):
+        """It has begun alone after all. Nothing can interrupt this."""
+        cdef bint late = self.version != UNCOUNTED and counted(self.gradient) != self.version
+        self.batch, self.ctx, self.own, self.begun = None, alone.ctx, alone.own, alone.begun
+        if not alone.own:
+            self.version, self.written = UNCOUNTED, late and is_alone(self.gradient)
+
     cdef handle(self):
         if self.begun is None:
             with contextlib.suppress(Exception):    # the handle of what has failed says so
@@ -196,7 +204,8 @@ cdef class Pushed(Item):
         """The sum. Raises what has made it fail."""
         handle = self.handle()
         if not self.waited:         # the wait may itself write, to bring home what had to be laid out in another way
-            self.written = self.version != UNCOUNTED and counted(self.gradient) != self.version and is_alone(self.gradient)
+            if self.version != UNCOUNTED and counted(self.gradient) != self.version and is_alone(self.gradient):
+                self.written = True
         received = handle.wait()
         self.waited = True
         return received if self.batch is None else self.total()
@@ -319,12 +328,11 @@ cdef class Batch:
         Raises why that cannot begin; what cannot begin with others is told by the wait. ``managed.pushed`` of what goes with others is set before
         anything can interrupt."""
         cdef Seen seen
-        cdef Seen *known = &seen if see_on_gpu(gradient, &seen) else NULL
         cdef Pushed pushed = self.new_pushed(managed, gradient)
         take_turn(&self.turn)
         try:
             self.turn_to(0 if ALL_ON_GPU is not None else gradient.get_device())
-            if lies_plain(pushed, known):
+            if lies_plain(pushed, &seen if see_on_gpu(gradient, &seen) else NULL):
                 self.append(managed, pushed)
             else:
                 managed.pushed = self.begin_alone(gradient, managed.named)
@@ -420,30 +428,31 @@ cdef class Batch:
 
     cdef list begin_odd(self, list waiting):
         """Begin those that cannot go with others, before the sums of these are on their way. Returns the rest."""
-        cdef Pushed pushed, alone = None
-        cdef Seen seen
+        cdef Pushed pushed
         cdef list together = []
         for pushed in waiting:
-            if pushed.owner is not None or lies_plain(pushed, &seen if see_on_gpu(pushed.gradient, &seen) else NULL):
-                together.append(pushed)
-                continue
-            pushed.batch = None
             try:
+                if pushed.owner is not None or self.goes_along(pushed):
+                    together.append(pushed)
+                    continue
                 with self.on_its_stream():
-                    alone = self.begin_alone(pushed.gradient, pushed.named)
+                    pushed.follow(self.begin_alone(pushed.gradient, pushed.named))
             except Exception as e:
-                pushed.begun = e.with_traceback(None)
-                continue
-            pushed.ctx, pushed.own, pushed.begun = alone.ctx, alone.own, alone.begun
-            if not alone.own:
-                pushed.version = UNCOUNTED
+                if pushed.begun is None:
+                    pushed.begun, pushed.batch = e.with_traceback(None), None
         return together
+
+    cdef bint goes_along(self, Pushed pushed) except -1:
+        """Whether what a hook has put off can go with the others; its memory may be other than it was then."""
+        cdef Seen seen
+        return see_on_gpu(pushed.gradient, &seen) and (ALL_ON_GPU is not None or seen.device == self.device) and lies_plain(pushed, &seen)
 
     cdef on_its_stream(self):
         """A context in which the stream that made the gradients is the current one."""
         if self.streams() == self.stream:
             return contextlib.nullcontext()
-        return torch.cuda.stream(torch.cuda.ExternalStream(self.stream, device=self.device))
+        # PyTorch makes a new stream of the number 0, which is the default one's.
+        return torch.cuda.stream(torch.cuda.ExternalStream(self.stream, device=self.device) if self.stream else torch.cuda.default_stream(self.device))
 
 
 cdef class Hook:
@@ -456,6 +465,12 @@ cdef class Hook:
     def __init__(self, exchange, managed, Batch batch, accumulated) -> None:
         """``exchange`` and ``managed``: weak references to what ``accumulated`` is called with, but for what :attr:`Batch.quick` allows."""
         self.exchange, self.managed, self.batch, self.accumulated = exchange, managed, batch, eager(accumulated)
+
+    def rival(self) -> None:
+        """Another hook sums the same gradient: each has to look at its memory at once, to see whether it is under way."""
+        cdef Managed managed = self.managed()
+        if managed is not None:
+            managed.rivalled, managed.quick = True, False
 
     def __call__(self, _) -> None:
         cdef Managed managed = self.managed()

@@ -121,6 +121,10 @@ class Exchange:
         for managed in self._managed:
             if managed.hook is None and managed.parameter.requires_grad:
                 hook = Hook(ref, weakref.ref(managed), self._batch, type(self).accumulated)
+                for other in (getattr(managed.parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+                    if isinstance(other, Hook):
+                        other.rival()
+                        hook.rival()
                 managed.hook = managed.parameter.register_post_accumulate_grad_hook(hook)
 
     def detach(self) -> None:
@@ -163,7 +167,7 @@ class Exchange:
             if not managed.deferred:
                 self._push(managed)
         # From here to the wait the others' hooks need look at nothing of the exchange.
-        managed.quick = managed.kind is Kind.DENSE and self._goes_together(managed)
+        managed.quick = managed.kind is Kind.DENSE and not managed.rivalled and self._goes_together(managed)
         self._batch.quick = self.has_quick_hooks
 
     def _goes_together(self, managed: Managed) -> bool:
