@@ -11,6 +11,8 @@ from gpus.pretend import environment
 from jobs import Job
 
 PRELUDE = "from gpus.worker import *\n"
+#: Machines, processes of each, servers.
+SHAPES = {"alone": (1, 2, 0), "direct": (2, 1, 1), "machine": (1, 2, 1), "one": (1, 1, 0)}
 
 
 def gpu_job(source: str, pretend: Path, machines: int = 1, processes: int = 1, servers: int = 0, *, env: Mapping[str, object] | None = None,
@@ -32,3 +34,8 @@ def gpu_run(source: str, pretend: Path, machines: int = 1, processes: int = 1, s
     """Run such a job to its good end; what each worker reported."""
     with gpu_job(source, pretend, machines, processes, servers, **more) as job:
         return job.results()
+
+
+def run(names: str, source: str, pretend: Path, *shape: int, **more: Any) -> list[list[Any]]:
+    """:func:`gpu_run` of ``source``, indented as it may be, behind ``names``."""
+    return gpu_run(names + textwrap.dedent(source), pretend, *shape, **more)
