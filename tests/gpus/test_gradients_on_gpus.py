@@ -78,6 +78,10 @@ def finish(opt):
     with opt.skip_synchronize():
         opt.step()
 
+def check(net, step, times=1):  # the weights after so many steps of all workers
+    for i, p in enumerate(net.layers):
+        assert (p == -times * (step + 1) * (i + 1) * (n + 1) / 2).all(), (step, i, p)
+
 bps.init()
 r, n = bps.rank(), bps.size()
 """
@@ -102,8 +106,7 @@ def test_gradients_go_together(shape: str, most: int, batches: int, names: str, 
             assert len(asked) == {batches} and sum(map(len, asked)) == 7, asked
             finish(opt)
             assert len(settled) == step + 1 and settled[-1] == 7, settled
-            for i, p in enumerate(net.layers):
-                assert (p == -(step + 1) * (i + 1) * (n + 1) / 2).all(), (step, i, p)
+            check(net, step)
             opt.zero_grad(set_to_none=False)
         bps.shutdown()
     """, pretend, *SHAPES[shape], env={"BYTEPS_PARTITION_BYTES": 65536})
@@ -180,8 +183,7 @@ def test_a_wait_that_is_interrupted_goes_on_later(pretend: Path) -> None:
                     raise AssertionError("the alarm was lost")
                 push_pull(f"go {step}", np.ones(1)).wait(20)
             finish(opt)
-            for i, p in enumerate(net.layers):
-                assert (p == -(step + 1) * (i + 1) * (n + 1) / 2).all(), (step, i, p)
+            check(net, step)
             opt.zero_grad(set_to_none=False)
         bps.shutdown()
     """, pretend, *SHAPES["alone"])
@@ -200,8 +202,7 @@ def test_gradients_that_share_memory_when_their_batch_begins_go_alone(pretend: P
             hook.remove()
             assert sum(map(len, asked)) == (6 if step > 1 else 7), asked      # before, it was looked at at once
             finish(opt)
-            for i, p in enumerate(net.layers):
-                assert (p == -(step + 1) * (i + 1) * (n + 1) / 2).all(), (step, i, p)
+            check(net, step)
             opt.zero_grad()
         bps.shutdown()
     """, pretend, *SHAPES["alone"])
@@ -240,8 +241,7 @@ def test_a_gradient_that_goes_alone_does_so_on_the_stream_that_made_it(default: 
             stream[0] = made_on
             finish(opt)
             assert alone_on == ([made_on] if step > 1 else []), alone_on
-            for i, p in enumerate(net.layers):
-                assert (p == -(step + 1) * (i + 1) * (n + 1) / 2).all(), (step, i, p)
+            check(net, step)
             opt.zero_grad()
         bps.shutdown()
     """, pretend, *SHAPES["alone"])
@@ -257,8 +257,7 @@ def test_two_optimizers_of_one_parameter_both_sum_what_backward_made(pretend: Pa
             net(r + 1.0).backward()
             for opt in opts:
                 opt.step()
-            for i, p in enumerate(net.layers):
-                assert (p == -2 * (step + 1) * (i + 1) * (n + 1) / 2).all(), (step, i, p)
+            check(net, step, times=2)
             for opt in opts:
                 opt.zero_grad()
         bps.shutdown()

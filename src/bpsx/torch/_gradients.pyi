@@ -70,9 +70,6 @@ class Pushed(Item):
     @property
     def written(self) -> bool:
         """Whether there was such a write. After :meth:`wait`."""
-    @property
-    def failed(self) -> bool:
-        """Whether it could not begin."""
     def done(self) -> bool:
         """Whether it has ended, well or not. Does not block."""
     def wait(self) -> torch.Tensor:

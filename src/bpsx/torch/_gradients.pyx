@@ -39,9 +39,14 @@ cpdef bint is_dense_on_gpu(tensor) except -1:
     return tensor.layout is _strided and (tensor.is_cuda or ALL_ON_GPU is not None)
 
 
+cdef bint see(tensor, Seen *seen):
+    """What DLPack says of it. False where it cannot be asked."""
+    return DLPACK != NULL and type(tensor) is _Tensor and look(DLPACK, tensor, seen)
+
+
 cdef bint see_on_gpu(tensor, Seen *seen):
-    """The same, and what DLPack says of it. False also where it cannot be asked."""
-    if DLPACK == NULL or type(tensor) is not _Tensor or not look(DLPACK, tensor, seen) or seen.lanes != 1:
+    """As :func:`is_dense_on_gpu`, and what DLPack says of it. False also where it cannot be asked."""
+    if not see(tensor, seen) or seen.lanes != 1:
         return False
     return seen.device_type == ON_CUDA or seen.device_type == ON_CPU and ALL_ON_GPU is not None
 
@@ -76,9 +81,7 @@ def is_shared(gradient) -> bool:
 cdef uint64_t place_of(tensor) except? 0:
     """Where its elements begin."""
     cdef Seen seen
-    if DLPACK != NULL and type(tensor) is _Tensor and look(DLPACK, tensor, &seen):
-        return <uint64_t>address(&seen)
-    return tensor.data_ptr()
+    return <uint64_t>address(&seen) if see(tensor, &seen) else tensor.data_ptr()
 
 
 def is_alone(tensor) -> bool:
@@ -170,11 +173,6 @@ cdef class Pushed(Item):
     def __init__(self, gradient, ctx, bint own, handle) -> None:
         self.gradient, self.ctx, self.own, self.begun = gradient, ctx, own, handle
         self.version = counted(gradient) if own else UNCOUNTED
-
-    @property
-    def failed(self) -> bool:
-        """Whether it could not begin."""
-        return isinstance(self.begun, Failed)
 
     cdef follow(self, Pushed alone):
         """It has begun alone after all. Nothing can interrupt this."""
@@ -342,11 +340,10 @@ cdef class Batch:
     cdef bint put(self, Managed managed, gradient, const Seen *seen) except -1:
         """The same of one on the GPU, for a hook that has no time: it is looked at when the batch begins. False: this one cannot wait for that."""
         cdef Pushed pushed
-        dtype = name_of(seen)
-        if dtype is None or not is_contiguous(seen):
+        if name_of(seen) is None or not is_contiguous(seen):
             return False
         pushed = self.new_pushed(managed, gradient)
-        pushed.dtype, pushed.nbytes = dtype, elements(seen) * (seen.bits // 8)
+        pushed.nbytes = elements(seen) * (seen.bits // 8)
         take_turn(&self.turn)
         try:
             self.turn_to(0 if ALL_ON_GPU is not None else seen.device)
