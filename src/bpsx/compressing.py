@@ -20,7 +20,7 @@ from bpsx.errors import BpsxError, ConfigError
 from bpsx.kernels.codecs import codec
 from bpsx.kernels.outside import import_compressors
 from bpsx.neighbourhood import Neighbourhood
-from bpsx.partitioner import whole_pages
+from bpsx.partitioner import most_bytes
 from bpsx.pipeline import Place, stages_for
 from bpsx.saving import Saved, check_saved, clear, put, take, until_idle
 
@@ -136,7 +136,7 @@ class Compressing:
 
         It is compiled here, in the caller's thread, and not in the one that hears the scheduler.
         """
-        check_fits(used, BY_CODE[dtype].name, nbytes, repr(name), whole_pages(self._config.partition_bytes))
+        check_fits(used, BY_CODE[dtype].name, nbytes, repr(name), most_bytes(self._config.partition_bytes, compressed=True))
         if self._config.distributed and self._near.has_lanes:
             warm(used, BY_CODE[dtype].name)
 

@@ -89,8 +89,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("interface", "DMLC_INTERFACE", str, "", "interface name", "Take the own address from this interface; DMLC_NODE_HOST wins.", _JOB),
     Option("transport", "DMLC_ENABLE_RDMA", choice(*TRANSPORT_NAMES), "0", " | ".join(TRANSPORT_NAMES),
            "Transport between workers and servers: 0 and zmq are TCP through ZeroMQ.", _JOB),
-    Option("partition_bytes", "BYTEPS_PARTITION_BYTES", integer(4096), 4096000, "a whole number of bytes, at least 4096",
-           "Tensors are cut into partitions of at most this size (rounded up to a page). The same on all workers.", _TUNE),
+    Option("partition_bytes", "BYTEPS_PARTITION_BYTES", integer(4096), 2048000, "a whole number of bytes, at least 4096",
+           "Tensors are cut into partitions of at most this size (in whole pages), compressed ones of twice that. The same on all workers.", _TUNE),
     Option("key_hash_fn", "BYTEPS_KEY_HASH_FN", choice(*_HASHES), "balanced", " | ".join(_HASHES),
            "How partitions are spread over servers: by bytes (balanced) or by one of BytePS' hashes. The same on all workers.", _TUNE),
     Option("hash_coefficient", "BYTEPS_BUILT_IN_HASH_COEF", integer(1, 2**31), 1, "1..2147483648", "Multiplier of the built_in hash.", _TUNE),
@@ -449,7 +449,7 @@ def frame_bound(config: Config | int) -> int:
 
     Without a bound a stranger could make a lane keep whatever he sends until his handshake is over time."""
     nbytes = config if isinstance(config, int) else config.partition_bytes
-    return max(64 << 20, 2 * int(nbytes))
+    return max(64 << 20, 4 * int(nbytes))   # what is compressed has partitions twice as large, and topk that keeps all makes twice that
 
 
 def fingerprint(config: Config) -> dict[str, Any]:

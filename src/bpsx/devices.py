@@ -13,7 +13,7 @@ from bpsx.config import Config
 from bpsx.dtypes import BY_CODE
 from bpsx.errors import ConfigError
 from bpsx.neighbourhood import Neighbourhood
-from bpsx.partitioner import whole_pages
+from bpsx.partitioner import most_bytes
 
 if TYPE_CHECKING:
     from bpsx.local._cuda import Gpu, Moment
@@ -137,7 +137,7 @@ class Devices:
                 gpu = Gpu(ordinal)
                 self.core.open_gpu(gpu, self._config.nccl_group or (_GROUP if self._config.servers else _GROUP_ALONE))
                 if self._near.machine is not None:
-                    most = whole_pages(self._config.partition_bytes)
+                    most = most_bytes(self._config.partition_bytes, compressed=True)
                     self._meeting = Meeting(self._config, self._near.machine, gpu, most, self._gatherings, self.core.look, self._fail)
                     self._meeting.start()
                 self._gpu = gpu

@@ -189,7 +189,7 @@ class Session:
             declared = self._declared.get((name, generation))
             if declared is None or declared.tensor is not None or declared.failed:
                 return
-            spans = partition(declared.nbytes, self.config.partition_bytes)
+            spans = partition(declared.nbytes, self.config.partition_bytes, declared.codec is not None)
             parts = [(key, lane, slot, span.offset, span.length) for (key, lane, slot), span in zip(places, spans, strict=True)]
             self.reporter.name(name, (key for key, _, _ in places))
             on = declared.pending[0].gpu if declared.pending else None

@@ -19,16 +19,16 @@ RESNET50 = [4 * n for n in [64 * 3 * 49] + [
 TRANSFORMER = [4 * n for n in [30522 * 1024] + [1024 * 1024] * 4 * 24 + [4096 * 1024] * 2 * 24 + [1024] * 9 * 24]
 
 
-@given(nbytes=st.integers(0, 10**8), partition_bytes=st.integers(1, 10**7))
-def test_spans_cover_exactly_in_order_and_begin_at_pages(nbytes, partition_bytes):
+@given(nbytes=st.integers(0, 10**8), partition_bytes=st.integers(1, 10**7), compressed=st.booleans())
+def test_spans_cover_exactly_in_order_and_begin_at_pages(nbytes, partition_bytes, compressed):
     partition_bytes = max(partition_bytes, nbytes // 5000)
-    spans = partition(nbytes, partition_bytes)
+    spans = partition(nbytes, partition_bytes, compressed)
     at = 0
     for span in spans:
         assert span.offset == at and at % PAGE_BYTES == 0
         at += span.length
     assert at == nbytes
-    bound = -(-partition_bytes // PAGE_BYTES) * PAGE_BYTES
+    bound = -(-partition_bytes // PAGE_BYTES) * PAGE_BYTES * (2 if compressed else 1)
     assert all(0 < s.length <= bound for s in spans) or nbytes == 0
     assert len(spans) == max(1, -(-nbytes // bound))
 

@@ -247,6 +247,11 @@ def test_the_first_places_and_the_others_get_the_same():
     assert (told, told_second) == ([1], [0]) and second.places == first.places and len(first.places) == 3
 
 
+def test_a_compressed_tensor_has_partitions_of_twice_the_size():
+    known, _ = registry().declare(0, "w", 0, 20_000, 3, [5000], '{"compressor":"onebit"}')
+    assert len(known.places) == 2
+
+
 def test_a_mismatch_is_told_to_all_who_have_declared_and_will():
     r = registry()
     r.declare(0, "w", 0, 16, 3, [4])

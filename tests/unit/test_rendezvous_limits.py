@@ -62,6 +62,17 @@ def test_a_worker_with_an_option_out_of_range_is_refused(little_memory, changes)
     assert m.state == "waiting"
 
 
+@pytest.mark.parametrize(("size", "allowed"), [(16 << 20, True), ((16 << 20) + 1, False)])
+def test_a_worker_whose_messages_a_server_would_not_take_is_refused(size, allowed):
+    m = members(1, 1)
+    m.hello(b"s0", hello("server", -1, 1, 1, config=config(1, 1, BYTEPS_PARTITION_BYTES=4096)))
+    answers = dict(m.hello(b"w0", hello("worker", 0, 1, 1, config=config(1, 1, BYTEPS_PARTITION_BYTES=size))))
+    assert (answers[b"w0"]["type"] == "WELCOME") == allowed
+    assert allowed or answers[b"w0"]["reason"].endswith(
+        "has BYTEPS_PARTITION_BYTES=16777217 and may send messages of 67108868 bytes, and a server takes at most 67108864: "
+        "set BYTEPS_PARTITION_BYTES on the servers, too"), answers
+
+
 VALUES = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5) | st.just([]) | st.just({})
 
 

@@ -20,8 +20,9 @@ def disagreement(role: str, config: Mapping[str, Any], others: Iterable[tuple[st
         if role == other:
             continue
         worker, server = (config, theirs) if role == "worker" else (theirs, config)
-        sent, bound = worker["BYTEPS_PARTITION_BYTES"], frame_bound(server["BYTEPS_PARTITION_BYTES"])
-        if sent > bound:
-            return (f"a worker has BYTEPS_PARTITION_BYTES={sent}, and a server takes messages of at most {bound} bytes: set "
+        size = worker["BYTEPS_PARTITION_BYTES"]
+        sent, taken = frame_bound(size), frame_bound(server["BYTEPS_PARTITION_BYTES"])
+        if sent > taken:
+            return (f"a worker has BYTEPS_PARTITION_BYTES={size} and may send messages of {sent} bytes, and a server takes at most {taken}: set "
                     "BYTEPS_PARTITION_BYTES on the servers, too")
     return ""

@@ -54,7 +54,7 @@ class Registry:
             if nbytes > PARTS_PER_TENSOR * self._partition_bytes:
                 wanted.failure, wanted.status = f"tensor {name!r} of {nbytes} bytes has too many partitions: raise BYTEPS_PARTITION_BYTES", -2
             else:
-                wanted.places = self._placement.place(len(self._tensors), [s.length for s in partition(nbytes, self._partition_bytes)])
+                wanted.places = self._placement.place(len(self._tensors), [s.length for s in partition(nbytes, self._partition_bytes, bool(codec))])
             self._tensors[name, generation] = wanted
             return wanted, [rank]
         told = [rank]
