@@ -14,6 +14,8 @@ the same.
 beside each worker; ``k4``: four servers on machines of their own, whose links are alike, and none beside workers. With n workers and k such machines
 a parameter server can be (n² + kn - 2k) / n² times as fast as any all-reduce, the *bound*. ``-onebit``: with onebit and error feedback, both ways.
 Needs root and iproute2. ``--machines`` more than there are GPUs share them, in turn: networks as slow as these leave a GPU idle nearly all the time.
+``--congestion`` is TCP's congestion control, of both ways: hosts differ in it, and Linux' own is cubic. Namespaces may have what the host allows
+(``sysctl net.ipv4.tcp_allowed_congestion_control``).
 
 ``--device cpu`` tries the plan out where there is no GPU, with gloo for NCCL and small tensors; its figures mean nothing.
 """
@@ -68,8 +70,8 @@ QUICK = Plan(turns=3, rounds=2, calls=100, steps=3, pcie_turns=3, link_turns=1)
 
 @dataclass(frozen=True)
 class Setup:
-    """``device``: cuda or cpu; ``networks``: None, or others than a part's own; ``machines``, ``rates`` and ``extra``: of links, see the
-    module's text."""
+    """``device``: cuda or cpu; ``networks``: None, or others than a part's own; ``machines``, ``rates``, ``extra``, ``congestion``: of links, see
+    the module's text."""
 
     device: str = "cuda"
     gpus: int = 2
@@ -77,6 +79,7 @@ class Setup:
     networks: Sequence[str] | None = None
     rates: Sequence[str] = RATES
     extra: Sequence[int] = EXTRA
+    congestion: str | None = None
     plan: Plan = Plan()
 
 
@@ -88,16 +91,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--networks", help=f"of train ({','.join(TRAIN)}) and links ({','.join(LINKS)}); there are {', '.join(NETWORKS)}")
     parser.add_argument("--rates", default=",".join(RATES), help="of links, in tc's notation (default: %(default)s)")
     parser.add_argument("--extra", default=",".join(map(str, EXTRA)), help="machines with a server, of links (default: %(default)s)")
+    parser.add_argument("--congestion", help="TCP's congestion control on links (default: the host's)")
 
 
 def run(options: argparse.Namespace) -> list[Case]:
     """All cases. Raises :class:`BenchError` if one cannot run."""
     wanted, networks = options.only.split(","), options.networks.split(",") if options.networks else None
-    for given, known, option in ((wanted, PARTS, "--only"), (networks or (), NETWORKS, "--networks")):
+    control = [options.congestion] if options.congestion else ()
+    for given, known, option in ((wanted, PARTS, "--only"), (networks or (), NETWORKS, "--networks"),
+                                 (control, network.congestions(), "--congestion")):
         if unknown := set(given) - set(known):
             raise BenchError(f"{option}: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     setup = Setup(options.device, options.gpus, options.machines or options.gpus, networks, options.rates.split(","), numbers(options.extra),
-                  plan_of(options.device, options.quick))
+                  options.congestion, plan_of(options.device, options.quick))
     for rate in setup.rates:
         bits(rate)
     if reason := _why_not(setup, wanted):
@@ -280,7 +286,7 @@ def links(setup: Setup) -> list[Case]:
             with _linked(setup, rate, extra) as job:
                 for name in setup.networks or LINKS:
                     seconds = _steps(job, name, _WAYS["links"], f"links, {rate}, k={extra}, {name}", setup.plan.link_turns, 1)
-                    cases += link_cases(name, rate, setup.machines, extra, seconds)
+                    cases += link_cases(name, rate, setup.machines, extra, seconds, setup.congestion or network.congestion())
     return cases
 
 
@@ -289,7 +295,8 @@ def _linked(setup: Setup, rate: str, extra: int) -> Iterator[Job]:
     places, beside = places_of(setup.machines, extra)
     seconds, least = _BURST
     burst = str(max(least, int(seconds * bits(rate) / 8)))
-    with network.Links(places, rate, both=True, burst=burst, beside=beside) as made, _job(setup, extra or setup.machines, made) as job:
+    with network.Links(places, rate, both=True, burst=burst, beside=beside, congestion=setup.congestion) as made, \
+            _job(setup, extra or setup.machines, made) as job:
         yield job
 
 
@@ -306,13 +313,13 @@ def bound(workers: int, extra: int) -> float:
     return (workers * workers + extra * workers - 2 * extra) / (workers * workers)
 
 
-def link_cases(name: str, rate: str, workers: int, extra: int, seconds: Mapping[str, list[float]]) -> list[Case]:
+def link_cases(name: str, rate: str, workers: int, extra: int, seconds: Mapping[str, list[float]], congestion: str) -> list[Case]:
     """Of the steps' seconds by way. A ratio is of times: without servers' machines no more than the peer's, with them nine tenths of the bound."""
     peer, most, label = _median_ms(seconds["ddp"]), bound(workers, extra), f"links-{rate}-k{extra}-{name}"
     # What an all-reduce cannot do without: a measured share of more than 1 would mean that the links are not what they are said to be.
     used = 1e3 * 2 * (workers - 1) / workers * 32 * NETWORKS[name]().elements / bits(rate) / peer
     faster, packed = peer / _median_ms(seconds["bpsx"]), peer / _median_ms(seconds["onebit"])
-    note = f"DDP, which uses {used:.0%} of its link; {faster:.2f} times as fast, bound {most:.2f}: {faster / most:.2f} of it"
+    note = f"DDP, which uses {used:.0%} of its link ({congestion}); {faster:.2f} times as fast, bound {most:.2f}: {faster / most:.2f} of it"
     target = f"<= {1 / (0.9 * most):.4g}" if extra else "<= 1.0"
     return [median_case(label, _ms(seconds["bpsx"]), "ms", peer=peer, target=target, note=note),
             median_case(f"{label}-onebit", _ms(seconds["onebit"]), "ms", peer=peer, target="<= 0.2" if extra else None,

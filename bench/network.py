@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from bench.report import BenchError
 
@@ -37,13 +38,25 @@ def why_not() -> str:
         return f"this kernel does not allow it: {error}"
 
 
+def congestion() -> str:
+    """The host's TCP congestion control."""
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text(encoding="utf-8").strip()
+
+
+def congestions() -> list[str]:
+    """Those that namespaces may have."""
+    return Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text(encoding="utf-8").split()
+
+
 class Links:
     """Namespaces by name; the first holds the bridge. With a ``rate`` each of the others sends at most that, and with ``both`` it receives no
-    more, either. ``beside``: who else is there, by the name of a namespace that has a place of its own. A context manager that removes them all."""
+    more, either. ``beside``: who else is there, by the name of a namespace that has a place of its own. ``congestion``: TCP's congestion control, by
+    default the host's. A context manager that removes them all."""
 
     def __init__(self, names: Sequence[str], rate: str | None = None, *, both: bool = False, burst: str = "256k",
-                 beside: Mapping[str, str] | None = None) -> None:
+                 beside: Mapping[str, str] | None = None, congestion: str | None = None) -> None:
         self._mark = f"bpsx-{os.getpid()}-{next(_numbers)}"
+        self._congestion = congestion
         self._names, self._rate, self._both, self._burst = list(names), rate, both, burst
         self._place = {**{name: i for i, name in enumerate(self._names)}, **{name: self._names.index(at) for name, at in (beside or {}).items()}}
         self.address = {name: f"10.214.9.{i + 1}" for name, i in self._place.items()}
@@ -72,6 +85,8 @@ class Links:
         for name in self._names:
             run("ip", "netns", "add", self.namespace(name))
             self._ip(name, "link", "set", "lo", "up")
+            if self._congestion:
+                run(*self.prefix(name), "sysctl", "-q", "-w", f"net.ipv4.tcp_congestion_control={self._congestion}")
         self._ip(hub, "link", "add", "net0", "type", "bridge")
         for i, name in enumerate(self._names[1:]):
             self._ip(hub, "link", "add", f"port{i}", "type", "veth", "peer", "name", "net0", "netns", self.namespace(name))

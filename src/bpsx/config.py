@@ -106,9 +106,9 @@ OPTIONS: tuple[Option, ...] = (
            "A server takes waiting pushes by priority instead of by arrival.", _TUNE),
     Option("zmq_threads", "BYTEPS_ZMQ_NTHREADS", integer(1, 256), _default_lanes, "1..256",
            "ZeroMQ I/O threads of a process. Default: a quarter of the cores, 1 to 4.", _TUNE),
-    Option("send_buffer", "BPSX_SEND_BUFFER_KB", integer(0, 2**20), 448, "KiB; 0: the system's own tuning",
-           "Send buffer of each data connection. On one machine a small one keeps the data in the caches; on slow links it keeps what is sent "
-           "later from sharing them with what is sent now. Over a far network (some ms there and back) take 0, or megabytes.", _TUNE),
+    Option("send_buffer", "BPSX_SEND_BUFFER_KB", integer(0, 2**20), None, "KiB; 0: the system's own tuning",
+           "Send buffer of each data connection. Default: 448 on loopback, to keep the data in the caches; else 224, to keep what is sent later "
+           "from sharing a link with what is sent now. Over a far network (a ms there and back, or more) take 0, or megabytes.", _TUNE),
     Option("spin_us", "BPSX_SPIN_US", number(0), 50.0, "microseconds",
            "How long a thread without work yields the core before it sleeps. Waking it costs more than this on most machines.", _TUNE),
     Option("fixed_order", "BPSX_FIXED_ORDER", flag, False, FLAG,

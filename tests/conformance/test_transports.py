@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -23,8 +27,8 @@ def loopback_pair() -> tuple[object, object]:
     return worker, lane
 
 
-def zeromq_endpoint(**more: object) -> ZeroMQEndpoint:
-    return ZeroMQEndpoint(io_threads=1, send_buffer=0, heartbeat_interval=5, heartbeat_timeout=30, **more)
+def zeromq_endpoint(send_buffer: int | None = 0, **more: object) -> ZeroMQEndpoint:
+    return ZeroMQEndpoint(io_threads=1, send_buffer=send_buffer, heartbeat_interval=5, heartbeat_timeout=30, **more)
 
 
 def zeromq_pair(host: str = "127.0.0.1", **more: object) -> tuple[object, object]:
@@ -284,3 +288,28 @@ def test_unusable_addresses_are_named(zeromq):
         zeromq().bind("203.0.113.1")
     with pytest.raises(TransportError, match="no-such-host.invalid"):
         zeromq().connect(0, "no-such-host.invalid:5000")
+
+
+def _sockets() -> dict[str, int]:
+    """This process's TCP connections: send buffer by file descriptor."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as one:
+            if one.family == socket.AF_INET and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found[fd] = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    return found
+
+
+@pytest.mark.parametrize(("given", "loopback", "wanted"), [(None, True, 448 << 10), (None, False, 224 << 10), (96 << 10, False, 96 << 10)])
+def test_send_buffers_are_chosen_by_address_unless_given(monkeypatch, given, loopback, wanted):
+    """At both ends. Whether an address is loopback's is imitated."""
+    monkeypatch.setattr("bpsx.transports.zeromq.is_loopback", lambda host: loopback)
+    before = _sockets()
+    worker, lane = zeromq_pair(send_buffer=given)
+    w, s = DataPlane(worker), DataPlane(lane)
+    assert w.send(0, b"hello") == 0 and s.receive() == (5, b"hello", None)
+    buffers = [size for fd, size in _sockets().items() if fd not in before]
+    most = int(Path("/proc/sys/net/core/wmem_max").read_text())
+    assert buffers == [2 * min(wanted, most)] * 2           # the kernel doubles what it is asked for
+    worker.close()
+    lane.close()

@@ -101,25 +101,27 @@ def test_steps_are_compared_with_ddp(bench: ModuleType) -> None:
 @pytest.mark.parametrize(("workers", "extra", "seconds", "met"), [(2, 0, 1.0, True), (2, 0, 1.05, False), (2, 4, 1.1, True), (2, 4, 1.12, False),
                                                                   (4, 4, 0.74, True), (4, 4, 0.75, False)])
 def test_on_links_the_bound_is_what_counts(bench: ModuleType, workers: int, extra: int, seconds: float, met: bool) -> None:
-    plain, packed = bench.link_cases("vgg16", "10gbit", workers, extra, {"bpsx": [seconds], "ddp": [1.0], "onebit": [0.1]})
+    plain, packed = bench.link_cases("vgg16", "10gbit", workers, extra, {"bpsx": [seconds], "ddp": [1.0], "onebit": [0.1]}, "cubic")
     assert (plain.case, plain.peer, plain.met) == (f"links-10gbit-k{extra}-vgg16", 1000, met)
     assert packed.case.endswith("-onebit") and packed.ratio == pytest.approx(0.1) and packed.target == ("<= 0.2" if extra else None)
 
 
 def test_a_note_says_how_much_of_its_link_the_peer_uses(bench: ModuleType) -> None:
-    plain, _ = bench.link_cases("vgg16", "10gbit", 2, 4, {"bpsx": [0.5], "ddp": [4 * 138_357_544 / 1.25e9], "onebit": [0.1]})
-    assert "uses 100% of its link" in plain.note and "0.89 times as fast, bound 1.00: 0.89 of it" in plain.note
+    plain, _ = bench.link_cases("vgg16", "10gbit", 2, 4, {"bpsx": [0.5], "ddp": [4 * 138_357_544 / 1.25e9], "onebit": [0.1]}, "bbr")
+    assert "uses 100% of its link (bbr)" in plain.note and "0.89 times as fast, bound 1.00: 0.89 of it" in plain.note
 
 
 def _options(**given: Any) -> argparse.Namespace:
-    usual = {"only": "nccl", "device": "cpu", "gpus": 2, "machines": None, "networks": None, "rates": "10gbit", "extra": "0,4", "quick": True}
+    usual = {"only": "nccl", "device": "cpu", "gpus": 2, "machines": None, "networks": None, "rates": "10gbit", "extra": "0,4", "quick": True,
+             "congestion": None}
     return argparse.Namespace(**{**usual, **given})
 
 
 @pytest.mark.parametrize(("given", "said"), [
     ({"only": "nccl,wifi"}, "no wifi; there are nccl, pcie, train, links"), ({"networks": "alexnet"}, "no alexnet; there are resnet50"),
     ({"rates": "fast"}, "'fast' is no rate"), ({"rates": "10gbit,5"}, "'5' is no rate"), ({"extra": "4,x"}, "--extra '4,x'"),
-    ({"extra": "-1"}, "--extra"), ({"gpus": 1}, "--gpus 1: at least two"), ({"machines": 1}, "--machines 1: at least two"),
+    ({"extra": "-1"}, "--extra"), ({"congestion": "calm"}, "--congestion: there is no calm; there are reno"),
+    ({"gpus": 1}, "--gpus 1: at least two"), ({"machines": 1}, "--machines 1: at least two"),
 ])
 def test_wrong_options_are_named_before_anything_is_measured(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any],
                                                              said: str) -> None:

@@ -21,7 +21,7 @@ def open_endpoint(config: Config) -> Endpoint:
         raise TransportError(f"no transport is called {name!r}; there are: {', '.join(sorted(_TABLE))}")
     module, cls = _TABLE[name]
     endpoint: Endpoint = getattr(import_module(module), cls)(
-        io_threads=config.zmq_threads, send_buffer=config.send_buffer << 10,
+        io_threads=config.zmq_threads, send_buffer=None if config.send_buffer is None else config.send_buffer << 10,
         heartbeat_interval=config.heartbeat_interval, heartbeat_timeout=config.heartbeat_timeout,
         secret=config.secret_bytes, encrypt=bool(config.encrypt), most_bytes=frame_bound(config),
     )

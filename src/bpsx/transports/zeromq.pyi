@@ -6,10 +6,11 @@ class ZeroMQEndpoint:
     """One ROUTER socket with its peers. The contract is :class:`bpsx.transports.base.Endpoint`'s."""
 
     def __init__(
-        self, *, io_threads: int, send_buffer: int, heartbeat_interval: float, heartbeat_timeout: float, secret: bytes = b"",
+        self, *, io_threads: int, send_buffer: int | None, heartbeat_interval: float, heartbeat_timeout: float, secret: bytes = b"",
         encrypt: bool = False, most_bytes: int = -1,
     ) -> None:
-        """``send_buffer``: bytes of each connection, 0 for the system's own tuning; the heartbeat's times are in seconds, interval 0 for none;
+        """``send_buffer``: bytes of each connection, 0 for the system's own tuning, None for what suits loopback or a network, by its address; the
+        heartbeat's times are in seconds, interval 0 for none;
         ``most_bytes`` that a frame may have which arrives, -1 for no bound; ``secret`` and ``encrypt`` alike on both ends."""
     @property
     def address(self) -> str:

@@ -26,7 +26,7 @@ from bpsx.transports.abi cimport Endpoint, Message, done_fn
 from bpsx import secret as secrets
 from bpsx.errors import TransportError
 from bpsx.transports import door
-from bpsx.transports.address import is_ipv6, join_host_port, resolve, tcp_url
+from bpsx.transports.address import is_ipv6, is_loopback, join_host_port, resolve, tcp_url
 
 cdef extern from "errno.h" nogil:
     enum:
@@ -74,6 +74,9 @@ cdef enum:
 
 NEVER_MS = 10**9
 BACKLOG = 4096
+# On loopback what is in flight stays in the caches (docs/decisions/0003); on a link, what is queued in it delays what comes next (0016).
+LOOPBACK_SEND_BUFFER = 448 << 10
+NETWORK_SEND_BUFFER = 224 << 10
 KEY_PURPOSE = "data connection: lanes' key"
 
 cdef LibZmq lib
@@ -250,25 +253,26 @@ cdef class ZeroMQEndpoint:
     cdef Endpoint table
     cdef object context, socket, monitor_socket, door
     cdef bytes secret
+    cdef object send_buffer
     cdef int rank
     cdef bint encrypt, joined
     cdef readonly str address
     cdef dict peers
     cdef bint closed
 
-    def __cinit__(self, *, int io_threads, int send_buffer, double heartbeat_interval, double heartbeat_timeout, bytes secret=b"",
+    def __cinit__(self, *, int io_threads, object send_buffer, double heartbeat_interval, double heartbeat_timeout, bytes secret=b"",
                   bint encrypt=False, int64_t most_bytes=-1):
         self.state.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
         if self.state.wake_fd < 0:
             raise OSError("eventfd: cannot create a wake-up descriptor (too many open files?)")
         self.address = ""
         self.secret = secret
+        self.send_buffer = send_buffer
         self.encrypt = encrypt
         self.peers = {}
         self.context = zmq.Context(io_threads)
         socket = self.context.socket(zmq.ROUTER)
         self.socket = socket
-        socket.setsockopt(zmq.SNDBUF, send_buffer or -1)
         # What is in flight is bounded by the core's credit, not by dropping: ROUTER drops at its high-water mark.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
@@ -292,6 +296,7 @@ cdef class ZeroMQEndpoint:
     def bind(self, host: str) -> str:
         """Listen on ``host`` at a port that the system chooses; returns and stores ``host:port``."""
         self.socket.setsockopt(zmq.IPV6, int(is_ipv6(host)))
+        self._size_buffers(host)
         self._guard()
         try:
             self.socket.bind(tcp_url(host, "*"))
@@ -301,6 +306,11 @@ cdef class ZeroMQEndpoint:
         self.address = join_host_port(host, int(port))
         self._open()
         return self.address
+
+    def _size_buffers(self, str host):
+        """Of the connections that are made next, which ``host`` is one end of."""
+        chosen = LOOPBACK_SEND_BUFFER if is_loopback(host) else NETWORK_SEND_BUFFER
+        self.socket.setsockopt(zmq.SNDBUF, chosen if self.send_buffer is None else self.send_buffer or -1)
 
     def _guard(self):
         """Let in only who knows the secret; before :meth:`bind` makes the listener, which takes the options as they are then."""
@@ -351,6 +361,7 @@ cdef class ZeroMQEndpoint:
             # Numeric: libzmq reports a broken connection under the name it was given or the address it resolved, now this, now that.
             numeric = resolve(host, int(port))
             self.socket.setsockopt(zmq.IPV6, int(is_ipv6(numeric)))
+            self._size_buffers(numeric)
             self._show(address)
             self.socket.connect(tcp_url(numeric, port))
         except (OSError, zmq.ZMQError) as e:
