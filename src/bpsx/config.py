@@ -89,7 +89,7 @@ OPTIONS: tuple[Option, ...] = (
     Option("interface", "DMLC_INTERFACE", str, "", "interface name", "Take the own address from this interface; DMLC_NODE_HOST wins.", _JOB),
     Option("transport", "DMLC_ENABLE_RDMA", choice(*TRANSPORT_NAMES), "0", " | ".join(TRANSPORT_NAMES),
            "Transport between workers and servers: 0 and zmq are TCP through ZeroMQ.", _JOB),
-    Option("partition_bytes", "BYTEPS_PARTITION_BYTES", integer(4096), 2048000, "a whole number of bytes, at least 4096",
+    Option("partition_bytes", "BYTEPS_PARTITION_BYTES", integer(4096), 2 << 20, "a whole number of bytes, at least 4096",
            "Tensors are cut into partitions of at most this size (in whole pages), compressed ones of twice that. The same on all workers.", _TUNE),
     Option("key_hash_fn", "BYTEPS_KEY_HASH_FN", choice(*_HASHES), "balanced", " | ".join(_HASHES),
            "How partitions are spread over servers: by bytes (balanced) or by one of BytePS' hashes. The same on all workers.", _TUNE),

@@ -45,6 +45,7 @@ def test_all_well(launcher: Launcher, tmp_path: Path) -> None:
     assert found["software"]["libzmq"].startswith(zmq.zmq_version()) and "CURVE yes" in found["software"]["libzmq"]
     assert set(found["frameworks"]) == {"torch", "tensorflow", "mxnet", "cupy"}
     assert found["network"]["lo"].startswith("127.0.0.1")
+    assert found["network"]["TCP congestion control"] == Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     assert (found["limits"]["cores that may be used"], found["limits"]["cores"]) == (len(os.sched_getaffinity(0)), os.cpu_count())
     assert found["folders"]["sockets and records"] == str(runtime_dir({"BYTEPS_SOCKET_PATH": str(tmp_path)}))
     trial = found["push_pull to itself"]

@@ -52,14 +52,14 @@ def test_a_malformed_value_names_variable_value_and_what_is_allowed(name):
 
 def test_defaults_alone_are_a_configuration():
     config = Config({})
-    assert (config.partition_bytes, config.size, config.rank, config.distributed) == (2048000, 1, 0, False)
+    assert (config.partition_bytes, config.size, config.rank, config.distributed) == (2 << 20, 1, 0, False)
     assert 1 <= config.engine_threads <= 4 and not config.unknown
 
 
 @pytest.mark.parametrize("text", ["", " "])
 def test_an_empty_variable_is_as_good_as_none(text):
     assert Config({"BYTEPS_FORCE_DISTRIBUTED": ""}).force_distributed is False
-    assert Config({"BYTEPS_PARTITION_BYTES": ""}).partition_bytes == 2048000
+    assert Config({"BYTEPS_PARTITION_BYTES": ""}).partition_bytes == 2 << 20
 
 
 @pytest.mark.parametrize("name", ["BPSX_SECRET_FILE", "BYTEPS_TRACE_DIR", "BPSX_CACHE_DIR", "BYTEPS_SOCKET_PATH", "BPSX_PORT_FILE"])

@@ -108,6 +108,7 @@ def network(report: Report, config: Config | None) -> None:
         state, speed = _read(Path("/sys/class/net") / name / "operstate"), _read(Path("/sys/class/net") / name / "speed")
         rate = f", {speed} Mbit/s" if speed.isdigit() else ""
         report.add("network", name, f"{', '.join(addresses) or 'no address'} ({state or 'unknown'}{rate})")
+    report.add("network", "TCP congestion control", _read(Path("/proc/sys/net/ipv4/tcp_congestion_control")) or "unknown")
     if config is None:
         return
     if config.root_uri:
