@@ -16,7 +16,7 @@ from bpsx.kernels.reference import Reference
 from jobs import run
 
 RATES = [0.5, 0.25, 0.375, 1.0]
-N, PARTITION, STEPS = 40_000, 65536, len(RATES)      # bytes: 3 partitions of float32, the last one smaller and odd
+N, PARTITION, STEPS = 40_000, 65536, len(RATES)      # compressed: 3 partitions of float32, the last one smaller and odd
 
 PUSHES = """
 import bpsx, json, ml_dtypes, numpy as np, os
@@ -120,8 +120,8 @@ def expected(name: str, dtype: str, n: int, params: dict[str, Any], average: boo
 
 
 def environment(out: Path, cases: list[Any]) -> dict[str, str]:
-    return {"CASES": json.dumps(cases), "STEPS": str(STEPS), "RATES": json.dumps(RATES), "OUT": str(out), "BYTEPS_PARTITION_BYTES": str(PARTITION),
-            "BPSX_FIXED_ORDER": "1", "BYTEPS_MIN_COMPRESS_BYTES": "1000"}
+    return {"CASES": json.dumps(cases), "STEPS": str(STEPS), "RATES": json.dumps(RATES), "OUT": str(out),
+            "BYTEPS_PARTITION_BYTES": str(PARTITION // 2), "BPSX_FIXED_ORDER": "1", "BYTEPS_MIN_COMPRESS_BYTES": "1000"}
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids="{} workers".format)

@@ -105,7 +105,7 @@ def expected(name: str) -> list[np.ndarray]:
 def test_a_job_with_it_gives_what_its_oracle_says(outside: dict[str, str], tmp_path: Path) -> None:
     cases = json.dumps(CASES, default=int)
     run(PUSHES, 2, 1, env={**outside, "BPSX_COMPRESSORS": "means", "CASES": cases, "RATES": json.dumps(RATES), "OUT": str(tmp_path),
-                           "BYTEPS_PARTITION_BYTES": str(PARTITION), "BYTEPS_MIN_COMPRESS_BYTES": "1000"})
+                           "BYTEPS_PARTITION_BYTES": str(PARTITION // 2), "BYTEPS_MIN_COMPRESS_BYTES": "1000"})
     for name in CASES:
         for step, want in enumerate(expected(name)):
             for rank in range(2):

@@ -13,7 +13,8 @@ from bpsx.core.watching cimport spoke
 from bpsx.transports.abi cimport Message
 
 cdef enum:
-    MESSAGES_AT_ONCE = 32       # then the queues get a turn again
+    MESSAGES_AT_ONCE = 32       # then the queues get a turn again,
+    BYTES_AT_ONCE = 1 << 20     # ... and when so much has been copied: meanwhile links run dry
 
 
 cdef inline bint expected(Core *c, Message *m, Header *h) noexcept nogil:
@@ -80,10 +81,11 @@ cdef inline int pump_in(Core *c) noexcept nogil:
     cdef Message m
     cdef Header h
     cdef char *body = NULL
-    cdef size_t at
+    cdef size_t at, taken = 0
     cdef int n = 0, more
-    while n < MESSAGES_AT_ONCE and c.endpoint.recv(c.endpoint.self, &m) == 1:
+    while n < MESSAGES_AT_ONCE and taken < BYTES_AT_ONCE and c.endpoint.recv(c.endpoint.self, &m) == 1:
         n += 1
+        taken += m.head_size + m.body_size
         c.counters.messages_in += 1         # before anybody hears that a push_pull has ended
         c.counters.received += m.head_size + m.body_size
         at = 0
