@@ -47,7 +47,7 @@ class Plan:
     overlap_steps: int = 20
 
 
-QUICK = Plan(turns=3, steps=3, overlap_steps=5)
+QUICK = Plan(turns=2, steps=2, overlap_steps=3)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -59,7 +59,7 @@ class Compared:
         return wire
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(n=chunked, wide=wides, options=choices, kind=kinds, residual=st.booleans(), momentum=st.booleans(),
        factor=st.sampled_from([1.0, 0.1, 3.0]), seed=st.integers(0, 999))
 def test_the_oracle_makes_the_same_bytes(n, wide, options, kind, residual, momentum, factor, seed):
