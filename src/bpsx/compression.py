@@ -164,7 +164,7 @@ def check_fits(given: Compression, dtype: str, nbytes: int, what: str, partition
     try:
         _check_count(given, min(nbytes, partition_bytes) // BY_NAME[dtype].itemsize)
     except ConfigError as e:
-        raise ConfigError(f"{what}: {e}; BYTEPS_PARTITION_BYTES must be less") from None
+        raise ConfigError(f"{what}: {e}; BYTEPS_PARTITION_BYTES must be less: compressed partitions have {partition_bytes} bytes") from None
 
 
 def _check_count(given: Compression, n: int) -> None:

@@ -105,12 +105,12 @@ def test_a_partition_with_more_elements_than_indices_is_refused(name: str) -> No
     check_fits(chosen, "float32", 2**40, "'w'", 2**34 - 4096)
     check_fits(chosen, "float32", 2**34 - 4, "'w'", 2**40)
     with pytest.raises(ConfigError, match=f"'w': compressor='{name}': a partition of 4294967296 elements: at most 4294967295 are possible; "
-                                          "BYTEPS_PARTITION_BYTES must be less"):
+                                          "BYTEPS_PARTITION_BYTES must be less: compressed partitions have 17179869184 bytes"):
         check_fits(chosen, "float32", 2**40, "'w'", 2**34)
     with pytest.raises(ConfigError, match="a partition of 4294967296 elements"):
         make(chosen, "float16", 2**33, 0, None)
     used = Compressing(config := Config({"BYTEPS_PARTITION_BYTES": str(2**33 - 1)}), Neighbourhood(config), lambda _: None)
-    with pytest.raises(ConfigError, match="'w': .*BYTEPS_PARTITION_BYTES must be less"):
+    with pytest.raises(ConfigError, match="'w': .*BYTEPS_PARTITION_BYTES must be less: compressed partitions have 17179869184 bytes"):
         used.check("w", BY_NAME["float32"].code, 2**35, chosen)
     check_fits(compression({"compressor": "onebit"}), "float32", 2**40, "'w'", 2**40)
 

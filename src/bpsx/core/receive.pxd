@@ -1,5 +1,6 @@
 # From the transport to the partitions.
 from libc.stddef cimport size_t
+from libc.stdint cimport int64_t
 from libc.string cimport memcmp, memcpy
 
 from bpsx.core.header cimport ANSWER, ERROR, PONG, PROOF_BYTES, Header, next_record
@@ -81,11 +82,11 @@ cdef inline int pump_in(Core *c) noexcept nogil:
     cdef Message m
     cdef Header h
     cdef char *body = NULL
-    cdef size_t at, taken = 0
+    cdef size_t at
     cdef int n = 0, more
-    while n < MESSAGES_AT_ONCE and taken < BYTES_AT_ONCE and c.endpoint.recv(c.endpoint.self, &m) == 1:
+    cdef int64_t enough = c.counters.received + BYTES_AT_ONCE
+    while n < MESSAGES_AT_ONCE and c.counters.received < enough and c.endpoint.recv(c.endpoint.self, &m) == 1:
         n += 1
-        taken += m.head_size + m.body_size
         c.counters.messages_in += 1         # before anybody hears that a push_pull has ended
         c.counters.received += m.head_size + m.body_size
         at = 0

@@ -10,8 +10,8 @@ class ZeroMQEndpoint:
         encrypt: bool = False, most_bytes: int = -1,
     ) -> None:
         """``send_buffer``: bytes of each connection, 0 for the system's own tuning, None for what suits loopback or a network, by its address; the
-        heartbeat's times are in seconds, interval 0 for none;
-        ``most_bytes`` that a frame may have which arrives, -1 for no bound; ``secret`` and ``encrypt`` alike on both ends."""
+        heartbeat's times are in seconds, interval 0 for none; ``most_bytes`` that a frame may have which arrives, -1 for no bound; ``secret`` and
+        ``encrypt`` alike on both ends."""
     @property
     def address(self) -> str:
         """``host:port`` after :meth:`bind`, else empty."""

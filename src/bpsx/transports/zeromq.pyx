@@ -309,8 +309,10 @@ cdef class ZeroMQEndpoint:
 
     def _size_buffers(self, str host):
         """Of the connections that are made next, which ``host`` is one end of."""
-        chosen = LOOPBACK_SEND_BUFFER if is_loopback(host) else NETWORK_SEND_BUFFER
-        self.socket.setsockopt(zmq.SNDBUF, chosen if self.send_buffer is None else self.send_buffer or -1)
+        size = self.send_buffer
+        if size is None:
+            size = LOOPBACK_SEND_BUFFER if is_loopback(host) else NETWORK_SEND_BUFFER
+        self.socket.setsockopt(zmq.SNDBUF, size or -1)
 
     def _guard(self):
         """Let in only who knows the secret; before :meth:`bind` makes the listener, which takes the options as they are then."""
