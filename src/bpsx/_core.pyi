@@ -21,7 +21,7 @@ class Core:
         watch: Any = None, ahead_ms: float = 0,
     ) -> None:
         """``endpoint``: an object with ``abi()``; ``lanes``: the number of the server of each; ``credit``: bytes in flight per lane, 0 for no bound;
-        ``ahead_ms``: in how many milliseconds a server's link can take what is in flight there, 0 for no bound; ``machine``: see
+        ``ahead_ms``: in how many milliseconds the slowest server's link can take what is in flight to each, 0 for no bound; ``machine``: see
         :class:`bpsx.local._machine.Machine`; ``telemetry``: count the bytes that came home; ``watch``: a :class:`bpsx._watch.Watcher`."""
     @property
     def pid(self) -> int:

@@ -61,7 +61,7 @@ cdef class Core:
     def __cinit__(self, endpoint, *, int rank, uint64_t job, lanes, int64_t credit, double spin_us, machine=None, bint telemetry=True,
                   watch=None, double ahead_ms=0):
         """``endpoint``: an object with ``abi()``; ``lanes``: the number of the server of each; ``credit``: bytes in flight per lane, 0 for no bound;
-        ``ahead_ms``: in how many milliseconds a server's link can take what is in flight there, 0 for no bound; ``machine``: a
+        ``ahead_ms``: in how many milliseconds the slowest server's link can take what is in flight to each, 0 for no bound; ``machine``: a
         :class:`bpsx.local._machine.Machine` if the machine's processes share the work, and ``rank`` is then the machine's number;
         ``telemetry``: count the bytes that came home; ``watch``: a :class:`bpsx._watch.Watcher`."""
         memset(&self.c, 0, sizeof(CCore))
@@ -92,7 +92,8 @@ cdef class Core:
         cdef uint32_t i
         cdef uint32_t n = <uint32_t>len(servers)
         self.c.lanes = <Lane *>calloc(max(n, 1), sizeof(Lane))
-        self.c.servers = <Server *>calloc(max(servers, default=0) + 1, sizeof(Server))
+        self.c.n_servers = max(servers, default=0) + 1
+        self.c.servers = <Server *>calloc(self.c.n_servers, sizeof(Server))
         if self.c.lanes == NULL or self.c.servers == NULL:
             raise MemoryError("no memory for the lanes")
         self.c.n_lanes = n

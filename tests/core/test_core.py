@@ -200,15 +200,40 @@ def test_lanes_of_a_server_share_what_its_link_takes_in_a_short_time(rig):
     pushes += [(0, r.pushes(1)[0])]
     for i, lane in enumerate((0, 2, 2, 0)):
         submit(f"s{i}", lane, priority=i)
-    for i in range(3):
-        submit(f"o{i}", 1)
-    pushes += [(1, p) for p in r.pushes(3, lane=1)]             # nothing is known of the other server's
     for lane, priority in ((0, 3), (2, 2), (2, 1), (0, 0)):     # one at a time, the most urgent of both lanes
         assert r.lanes[0].sent(0.02) is None and r.lanes[2].sent(0.02) is None
         r.endpoint.complete()
         (push,) = r.pushes(1, lane)
         assert push.priority == priority
         pushes.append((lane, push))
+    for lane, push in pushes:
+        r.answer(push, bytes(LONG), lane)
+    for h in handles:
+        h.wait(20)
+
+
+def test_all_servers_have_the_room_of_the_slowest(rig):
+    r = rig(lanes=2, servers=2, credit=100 * LONG, hold_done=True, ahead_ms=1e-6)
+    handles, pushes = [], []
+
+    def submit(name: str, lane: int) -> None:
+        handles.append(r.core.submit(r.tensor(name, LONG, lane=lane), array(LONG), array(LONG)))
+
+    def pushed(lane: int, n: int = 1) -> None:
+        pushes.extend((lane, push) for push in r.pushes(n, lane))
+
+    submit("learn", 0)                                          # how slow the first one is
+    pushed(0)
+    r.endpoint.complete()
+    for i in range(3):
+        submit(f"fast {i}", 1)
+    pushed(1, 3)                                                # nothing is under way to the slow one: it bounds nobody
+    submit("slow", 0)
+    pushed(0)
+    submit("other", 1)
+    assert r.lanes[1].sent(0.05) is None
+    r.endpoint.complete()
+    pushed(1)
     for lane, push in pushes:
         r.answer(push, bytes(LONG), lane)
     for h in handles:

@@ -2,6 +2,8 @@
 #
 # Two bounds keep what is urgent from standing behind what is not, in bytes that are handed over and not written out: a credit per lane, and what a
 # server's link takes in a short time, at least one partition. Were there more, its partitions would share the link and be complete at once, and late.
+# The second is the same for all servers, by the slowest: who had more of a link could fill more connections there and would get more of it, again and
+# again, until each worker is far ahead at another server, and sums wait for the last worker of all.
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
@@ -106,9 +108,18 @@ cdef inline bint has_credit(Core *c, Lane *lane, uint64_t bytes) noexcept nogil:
     return c.credit == 0 or has_room(&lane.in_flight, c.credit, bytes, &lane.starved)
 
 
-cdef inline bint takes_more(Core *c, Server *server, uint64_t bytes) noexcept nogil:
-    """The same by what its link takes in time. So much always that there is something to learn from."""
-    cdef int64_t pace = atomic_load(&server.pace)
+cdef inline int64_t slowest(Core *c) noexcept nogil:
+    """The pace of the slowest server to which something is under way; 0: none is known."""
+    cdef int64_t found = 0
+    cdef uint32_t i
+    for i in range(c.n_servers):
+        if atomic_load(&c.servers[i].in_flight):
+            found = max(found, atomic_load(&c.servers[i].pace))
+    return found
+
+
+cdef inline bint takes_more(Core *c, Server *server, int64_t pace, uint64_t bytes) noexcept nogil:
+    """The same by what a link of that pace takes in time. So much always that there is something to learn from."""
     cdef double bound
     if c.credit == 0 or c.ahead_ns == 0 or pace == 0:
         return True
@@ -245,6 +256,7 @@ cdef inline void send_batch(Core *c, Lane *lane, uint32_t peer) noexcept nogil:
 cdef inline int next_lane(Core *c) noexcept nogil:
     """The lane with the most urgent partition that may be handed over; -1: there is none."""
     cdef int best = -1
+    cdef int64_t pace = slowest(c)
     cdef uint32_t i
     cdef Lane *lane
     for i in range(c.n_lanes):
@@ -259,7 +271,7 @@ cdef inline int next_lane(Core *c) noexcept nogil:
     for i in range(c.n_lanes):              # a server that has no room for its first has none for what is less urgent and smaller: it would go on for ever
         lane = &c.lanes[i]
         if lane.server.first == <int>i and (best < 0 or before(lane.heap[0], c.lanes[best].heap[0])) \
-                and takes_more(c, lane.server, push_bytes(lane.heap[0])):
+                and takes_more(c, lane.server, pace, push_bytes(lane.heap[0])):
             best = i
     return best
 

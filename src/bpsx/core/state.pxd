@@ -44,7 +44,7 @@ cdef struct Core:
     uint32_t rank               # as the servers know this process: its machine's number if only one of the machine speaks to them
     uint32_t epoch
     int64_t credit              # bytes per lane; 0: no bound
-    int64_t ahead_ns            # in which what has been handed over for a server can be written out; 0: no bound
+    int64_t ahead_ns            # in which what has been handed over for a server can be written out by the slowest; 0: no bound
     Pool *pool                  # NULL: nothing is compressed
     Pool *coders                # NULL: ... on a GPU
     Machine *machine            # NULL: no other process of this machine shares the work
@@ -81,6 +81,7 @@ cdef struct Core:
     Lane *lanes
     uint32_t n_lanes
     Server *servers
+    uint32_t n_servers
     uint32_t n_ready
     Partition **table           # by Partition.index
     uint32_t n_table
