@@ -98,7 +98,7 @@ OPTIONS: tuple[Option, ...] = (
            "How much a worker hands to the transport per connection before it has been written out, in partitions. "
            "A small credit lets urgent tensors overtake; 0 switches priorities off in effect.", _TUNE),
     Option("send_ahead_ms", "BPSX_SEND_AHEAD_MS", number(0), 10.0, "milliseconds; 0: no bound",
-           "How long what a worker has handed to the transport for one server may take to be written out, if it is more than one partition: "
+           "How long what a worker has handed to the transport for a server may take the slowest server's link, if it is more than a partition: "
            "what shares a link is complete at once, and late. BYTEPS_SCHEDULING_CREDIT bounds it, too, and with 0 nothing does.", _TUNE),
     Option("engine_threads", "BYTEPS_SERVER_ENGINE_THREAD", integer(1, 256), _default_lanes, "1..256",
            "Lanes of a server: each is a thread, a port and one connection per worker. Default: a quarter of the cores, 1 to 4.", _TUNE),
