@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 pytest.register_assert_rewrite("launching")
-from forking import nursery_pid  # noqa: E402  (it is beside this file)
+from forking import nurseries  # noqa: E402  (it is beside this file)
 
 # Compiled kernels stay in the checkout: a run leaves nothing elsewhere.
 os.environ.setdefault("BPSX_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "test-cache"))
@@ -22,16 +22,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def children() -> set[int]:
-    """Processes whose parent we are, or the one that forks for us."""
-    found, nursery = set(), nursery_pid()
+    """Processes whose parent we are, or those that fork for us."""
+    found, ours = set(), nurseries()
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = status.read_text().rsplit(")", 1)[1].split()
         except OSError:
             continue
-        if int(fields[1]) in (os.getpid(), nursery) and fields[0] != "Z":
+        if int(fields[1]) in {os.getpid(), *ours} and fields[0] != "Z":
             found.add(int(status.parent.name))
-    return found - {nursery}
+    return found - ours
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,8 @@
-"""Workers that need PyTorch, as forks of a process that has imported it: that takes 2.5 s of a core, for each of some two hundred.
+"""Processes that need PyTorch or Numba, as forks of one that has imported it: that takes 3.5 s of a core and 1.1, for each of some hundreds.
 
-As a script it is that process, the nursery: ``forking.py SOCKET_FD``. It has one thread, imports nothing of bpsx, and gives each of its children the
-input, output and environment that were asked for. What comes out is a process of its own in all that a test can see, except that its parent is the
-nursery. Only :func:`fits` and :class:`Fork` are for tests.
+As a script it is that process, the nursery: ``forking.py SOCKET_FD PACKAGE...``. It has one thread, imports nothing of bpsx, and gives each of its
+children the input, output and environment that were asked for. What comes out is a process of its own in all that a test can see, except that its
+parent is the nursery, and that all have its seed for hashes. Only :func:`packages_for` and :class:`Fork` are for tests.
 """
 
 from __future__ import annotations
@@ -21,35 +21,50 @@ import sys
 import threading
 from typing import IO, Any
 
-#: What is looked at while Python starts or PyTorch is imported, and so has to be as it was for the nursery.
+#: What is looked at while Python starts or PyTorch is imported, and so has to be as it was for the nursery: of ...
+_PATHS = ("LD_LIBRARY_PATH", "PYTHONPATH")
+#: ... each value there is one, of the rest it has the tests'.
 _EARLY = ("LD_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "TORCH_", "MALLOC_", "GLIBC_", "NUMBA_")
 _ROOM = 1 << 20
 _SECONDS = 60.0
 
 
 def _early(environment: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name.startswith(_EARLY)}
+    return {name: value for name, value in environment.items() if name.startswith(_EARLY) and name not in _PATHS}
 
 
-def fits(source: str, environment: dict[str, str]) -> bool:
-    """Whether a worker that runs ``source`` is better forked, and can be."""
-    return ("import torch" in source or "bpsx.torch" in source) and _early(environment) == _early(_quiet())
+def _paths(environment: dict[str, str]) -> dict[str, str]:
+    return {name: environment[name] for name in _PATHS if name in environment}
 
 
 def _quiet() -> dict[str, str]:
-    """The nursery's variables."""
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+    """The nurseries' variables, but for paths."""
+    return {**{name: value for name, value in os.environ.items() if name not in _PATHS}, "OMP_NUM_THREADS": "1"}
+
+
+def packages_for(command: list[str], environment: dict[str, str]) -> str:
+    """What there has to be in the process that this command is better forked from; empty: it is better started, or cannot be forked.
+
+    Workers that need neither are started: they differ in the order of sets, as in life.
+    """
+    if len(command) < 3 or command[0] != sys.executable or _early(environment) != _early(_quiet()):
+        return ""
+    if command[1] == "-c" and ("import torch" in command[2] or "bpsx.torch" in command[2]):
+        return "numpy numba torch torch._dynamo"       # PyTorch imports the last, which is half of it, with the first optimizer
+    # A machine's processes sum, with Numba's functions, as servers do. The scheduler needs none of it, and starts faster all the same.
+    sums = environment.get("BYTEPS_LOCAL_SIZE", "1") != "1" if command[1] == "-c" else command[2] in ("bpsx.server", "bpsx.rendezvous")
+    return "numpy numba" if sums else ""
 
 
 class _Nursery:
     """The process whose forks they are, and a thread that hears from it who has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, packages: str, paths: dict[str, str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (self._socket, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
-        self._process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=_quiet(),
-                                         stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno()), *packages.split()], pass_fds=[theirs.fileno()],
+                                         env={**_quiet(), **paths}, stdin=subprocess.DEVNULL)
         theirs.close()
         self._changed, self._one_by_one = threading.Condition(), threading.Lock()
         self._born: dict[int, tuple[int, int]] = {}             # by the number of what was asked for
@@ -90,7 +105,7 @@ class _Nursery:
         with self._one_by_one, self._changed:
             socket.send_fds(self._socket, [json.dumps(task).encode()], fds)
             if not self._changed.wait_for(lambda: number in self._born or self._gone, _SECONDS) or number not in self._born:
-                raise AssertionError("the process that has PyTorch does not answer")
+                raise AssertionError("the process that has imported the packages does not answer")
             return self._born.pop(number)
 
     def status(self, pid: int, timeout: float | None) -> int | None:
@@ -106,28 +121,30 @@ class _Nursery:
 
 
 _lock = threading.Lock()
-_one: list[_Nursery] = []
+_all: dict[tuple[str, ...], _Nursery] = {}          # by packages and paths
 
 
-def _nursery() -> _Nursery:
+def _nursery(packages: str, paths: dict[str, str]) -> _Nursery:
+    key = packages, *map(str, sorted(paths.items()))
     with _lock:
-        if not _one:
-            _one.append(_Nursery())
-        return _one[0]
+        if key not in _all:
+            _all[key] = _Nursery(packages, paths)
+        return _all[key]
 
 
-def nursery_pid() -> int | None:
-    """Of the process that stays for the tests to come."""
-    return _one[0].pid if _one else None
+def nurseries() -> set[int]:
+    """The processes that stay for the tests to come."""
+    return {nursery.pid for nursery in _all.values()}
 
 
 class Fork:
-    """What a test needs of :class:`subprocess.Popen`, for a worker that has forked."""
+    """What a test needs of :class:`subprocess.Popen`, for a process that has forked. ``command``: ``python -c SOURCE`` or ``python -m MODULE``."""
 
-    def __init__(self, source: str, environment: dict[str, str]) -> None:
+    def __init__(self, command: list[str], environment: dict[str, str], packages: str) -> None:
         inward, outward, errors = os.pipe(), os.pipe(), os.pipe()
-        self._of = _nursery()
-        self.args = ["fork", source]
+        source = command[2] if command[1] == "-c" else f"import runpy; runpy.run_module({command[2]!r}, run_name='__main__', alter_sys=True)"
+        self._of = _nursery(packages, _paths(environment))
+        self.args = command
         self.returncode: int | None = None
         try:
             self.pid, self._descriptor = self._of.fork(source, environment, [inward[0], outward[1], errors[1]])
@@ -229,10 +246,13 @@ def _be(task: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    import numba  # noqa: F401
-    import numpy
-    import torch  # noqa: F401
+    import importlib
 
+    import numpy
+
+    for _name in sys.argv[2:]:
+        importlib.import_module(_name)
+    sys.modules["numba"].cfunc("void()")(lambda: None)          # it imports as much again for the first function that it compiles or loads
     assert len(os.listdir("/proc/self/task")) == 1, "what forks has to have one thread"
     _task = _serve(socket.socket(fileno=int(sys.argv[1])))
     if _task is not None:

@@ -18,7 +18,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from forking import Fork, fits
+from forking import Fork, packages_for
 
 DEADLINE = 90.0
 
@@ -34,12 +34,12 @@ class Process:
     """One role's process; collects its output as it comes."""
 
     def __init__(self, name: str, command: list[str], env: dict[str, str]) -> None:
-        source = command[2] if command[:2] == [sys.executable, "-c"] else ""
         self.name = name
         self.lines: list[str] = []
         self.errors: list[str] = []
         self._changed = threading.Condition()
-        self.popen: subprocess.Popen[str] | Fork = Fork(source, env) if fits(source, env) else subprocess.Popen(
+        packages = packages_for(command, env)
+        self.popen: subprocess.Popen[str] | Fork = Fork(command, env, packages) if packages else subprocess.Popen(
             command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
         self._readers = [threading.Thread(target=self._read, args=(stream, lines), daemon=True)
                          for stream, lines in ((self.popen.stdout, self.lines), (self.popen.stderr, self.errors))]

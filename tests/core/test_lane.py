@@ -23,7 +23,7 @@ BIG = 50_000
 class Rig:
     """A lane with scripted workers."""
 
-    def __init__(self, workers: int, **options) -> None:
+    def __init__(self, workers: int = 2, **options) -> None:
         self.endpoint = LoopbackEndpoint()
         self.workers = [LoopbackEndpoint() for _ in range(workers)]
         for rank, worker in enumerate(self.workers):

@@ -1,0 +1,68 @@
+"""A core whose lanes the test reads and writes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import core.wire as w
+from bpsx._core import Core
+from bpsx._tensor import Tensor
+from bpsx.pipeline import stages_for
+from bpsx.transports.loopback import LoopbackEndpoint
+
+BIG = 40_000                    # bytes: more than travels inline
+LONG = 300_000                  # ... from which is learnt how fast a link is
+
+
+class Rig:
+    """A core whose lanes are endpoints that the test reads and writes."""
+
+    def __init__(self, lanes: int = 1, credit: int = 0, hold_done: bool = False, start: bool = True, ahead_ms: float = 0,
+                 servers: int = 1) -> None:
+        self.endpoint = LoopbackEndpoint()
+        self.endpoint.hold_done = hold_done
+        self.lanes = [LoopbackEndpoint() for _ in range(lanes)]
+        for i, lane in enumerate(self.lanes):
+            self.endpoint.connect(i, lane, 0)
+            lane.connect(0, self.endpoint, i)
+        self.core = Core(self.endpoint, rank=0, job=7, lanes=[i % servers for i in range(lanes)], credit=credit, spin_us=0, ahead_ms=ahead_ms)
+        if start:
+            self.core.start()
+        self._key = 0
+
+    def tensor(self, name: str, *lengths: int, lane: int = 0) -> Tensor:
+        parts, at = [], 0
+        for length in lengths:
+            self._key += 1
+            parts.append((self._key, lane, self._key, at, length))
+            at += length
+        return Tensor(name, 3, parts, stages_for("cpu"))
+
+    def take(self, lane: int = 0, timeout: float = 20) -> list[w.Record]:
+        """The records of the next message that a lane gets."""
+        message = self.lanes[lane].sent(timeout)
+        assert message is not None, "the core has sent nothing"
+        return w.unpack(message[1], message[2])
+
+    def pushes(self, n: int, lane: int = 0) -> list[w.Record]:
+        """The next ``n`` pushes, registrations left out."""
+        found: list[w.Record] = []
+        while len(found) < n:
+            found += [r for r in self.take(lane) if r.kind == w.PUSH]
+        assert len(found) == n
+        return found
+
+    def answer(self, push: w.Record, content: bytes, lane: int = 0, **changes: object) -> None:
+        r = w.Record(w.ANSWER, w.INLINE, push.dtype, 7, push.key, 0, 0, 0, push.round, 0, 0, push.cookie, len(content), content)
+        self.endpoint.inject(lane, w.pack(r._replace(**changes)))
+
+    def close(self) -> None:
+        self.core.close()
+        self.endpoint.close()
+        for lane in self.lanes:
+            lane.close()
+        self.core.reap()
+
+
+def array(n: int, value: float = 1.0) -> np.ndarray:
+    return np.full(n // 4, value, np.float32)

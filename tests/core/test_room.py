@@ -1,0 +1,141 @@
+"""What a worker's core hands over and when: by urgency, by credit, and by what links take in time."""
+
+from __future__ import annotations
+
+from core.cores import BIG, LONG, Rig, array  # noqa: F401  (Rig is what the fixture makes)
+
+
+def test_most_urgent_first_then_oldest(rig):
+    r = rig(credit=1, hold_done=True, start=False)      # so that the core sees them all at once
+    order = [5, -1, 7, 5, 0]
+    pushes = []
+    tensors = [r.tensor(f"p{i}", BIG) for i in range(len(order))]
+    handles = [r.core.submit(t, array(BIG), array(BIG), priority=p) for t, p in zip(tensors, order)]
+    r.core.start()
+    seen = []
+    for _ in order:
+        (push,) = r.pushes(1)
+        r.endpoint.complete()
+        seen.append((push.priority, push.key))
+        pushes.append(push)
+    assert seen == sorted(seen, key=lambda s: (-s[0], s[1]))
+    for p in pushes:
+        r.answer(p, bytes(BIG))
+    for h in handles:
+        h.wait(20)
+
+
+def test_credit_bounds_what_is_handed_over_and_returns_without_answers(rig):
+    r = rig(credit=2 * BIG, hold_done=True)
+    tensors = [r.tensor(f"c{i}", BIG) for i in range(5)]
+    handles = [r.core.submit(t, array(BIG), array(BIG)) for t in tensors]
+    pushes = r.pushes(2)
+    assert r.lanes[0].sent(0.05) is None
+    assert r.endpoint.complete() == 2
+    pushes += r.pushes(2)
+    assert r.lanes[0].sent(0.05) is None
+    r.endpoint.complete()
+    pushes += r.pushes(1)
+    for p in pushes:
+        r.answer(p, bytes(BIG))
+    for h in handles:
+        h.wait(20)
+
+
+def test_lanes_of_a_server_share_what_its_link_takes_in_a_short_time(rig):
+    r = rig(lanes=4, servers=2, credit=100 * LONG, hold_done=True, ahead_ms=1e-6)       # lanes 0 and 2 are the first server's
+    handles, pushes = [], []
+
+    def submit(name: str, lane: int, priority: int = 0) -> None:
+        handles.append(r.core.submit(r.tensor(name, LONG, lane=lane), array(LONG), array(LONG), priority=priority))
+
+    submit("learn", 0)                                          # when that is written out it is known that its link is not infinitely fast
+    pushes += [(0, r.pushes(1)[0])]
+    r.endpoint.complete()
+    submit("plug", 0)
+    pushes += [(0, r.pushes(1)[0])]
+    for i, lane in enumerate((0, 2, 2, 0)):
+        submit(f"s{i}", lane, priority=i)
+    for lane, priority in ((0, 3), (2, 2), (2, 1), (0, 0)):     # one at a time, the most urgent of both lanes
+        assert r.lanes[0].sent(0.02) is None and r.lanes[2].sent(0.02) is None
+        r.endpoint.complete()
+        (push,) = r.pushes(1, lane)
+        assert push.priority == priority
+        pushes.append((lane, push))
+    for lane, push in pushes:
+        r.answer(push, bytes(LONG), lane)
+    for h in handles:
+        h.wait(20)
+
+
+def test_all_servers_have_the_room_of_the_slowest(rig):
+    r = rig(lanes=2, servers=2, credit=100 * LONG, hold_done=True, ahead_ms=1e-6)
+    handles, pushes = [], []
+
+    def submit(name: str, lane: int) -> None:
+        handles.append(r.core.submit(r.tensor(name, LONG, lane=lane), array(LONG), array(LONG)))
+
+    def pushed(lane: int, n: int = 1) -> None:
+        pushes.extend((lane, push) for push in r.pushes(n, lane))
+
+    submit("learn", 0)                                          # how slow the first one is
+    pushed(0)
+    r.endpoint.complete()
+    for i in range(3):
+        submit(f"fast {i}", 1)
+    pushed(1, 3)                                                # nothing is under way to the slow one: it bounds nobody
+    submit("slow", 0)
+    pushed(0)
+    submit("other", 1)
+    assert r.lanes[1].sent(0.05) is None
+    r.endpoint.complete()
+    pushed(1)
+    for lane, push in pushes:
+        r.answer(push, bytes(LONG), lane)
+    for h in handles:
+        h.wait(20)
+
+
+def test_what_is_small_does_not_pass_what_is_urgent_and_large_on_another_lane_of_its_server(rig):
+    r = rig(lanes=2, credit=100 * LONG, hold_done=True, ahead_ms=1e-6)
+    handles = [r.core.submit(r.tensor("learn", LONG), array(LONG), array(LONG))]
+    pushes = [(0, r.pushes(1)[0])]
+    r.endpoint.complete()
+    handles.append(r.core.submit(r.tensor("plug", LONG), array(LONG), array(LONG)))
+    pushes.append((0, r.pushes(1)[0]))
+    handles.append(r.core.submit(r.tensor("large", 2 * LONG), array(2 * LONG), array(2 * LONG), priority=1))
+    handles += [r.core.submit(r.tensor(f"small {i}", BIG, lane=1), array(BIG), array(BIG)) for i in range(3)]
+    assert r.lanes[1].sent(0.05) is None            # there would be room
+    r.endpoint.complete()
+    pushes.append((0, r.pushes(1)[0]))
+    assert pushes[-1][1].priority == 1 and r.lanes[1].sent(0.05) is None
+    r.endpoint.complete()
+    pushes += [(1, p) for p in r.pushes(3, lane=1)]
+    for lane, push in pushes:
+        r.answer(push, bytes(push.length), lane)
+    for h in handles:
+        h.wait(20)
+
+
+def test_however_slow_a_server_is_there_is_room_to_learn_that_it_is_faster_now(rig):
+    r = rig(credit=100 * LONG, hold_done=True, ahead_ms=1e-6)
+    handles = [r.core.submit(r.tensor("learn", LONG), array(LONG), array(LONG))]
+    pushes = r.pushes(1)
+    r.endpoint.complete()
+    handles += [r.core.submit(r.tensor(f"{i}", LONG // 2), array(LONG // 2), array(LONG // 2)) for i in range(4)]
+    pushes += r.pushes(3)                           # of less than tells anything each; together more
+    assert r.lanes[0].sent(0.05) is None
+    r.endpoint.complete()
+    pushes += r.pushes(1)
+    for push in pushes:
+        r.answer(push, bytes(push.length))
+    for h in handles:
+        h.wait(20)
+
+
+def test_a_partition_larger_than_the_credit_goes_alone(rig):
+    r = rig(credit=10)
+    handle = r.core.submit(r.tensor("huge", BIG), array(BIG), array(BIG))
+    (push,) = r.pushes(1)
+    r.answer(push, bytes(BIG))
+    handle.wait(20)
