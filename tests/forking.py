@@ -21,9 +21,9 @@ import sys
 import threading
 from typing import IO, Any
 
-#: What is looked at while Python starts or PyTorch is imported, and so has to be as it was for the nursery: of ...
+#: Variables that are looked at while Python starts: there is a nursery for each value that these have.
 _PATHS = ("LD_LIBRARY_PATH", "PYTHONPATH")
-#: ... each value there is one, of the rest it has the tests'.
+#: ... or while packages are imported: of the others a nursery has the tests' values.
 _EARLY = ("LD_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "TORCH_", "MALLOC_", "GLIBC_", "NUMBA_")
 _ROOM = 1 << 20
 _SECONDS = 60.0
@@ -42,28 +42,28 @@ def _quiet() -> dict[str, str]:
     return {**{name: value for name, value in os.environ.items() if name not in _PATHS}, "OMP_NUM_THREADS": "1"}
 
 
-def packages_for(command: list[str], environment: dict[str, str]) -> str:
-    """What there has to be in the process that this command is better forked from; empty: it is better started, or cannot be forked.
+def packages_for(command: list[str], environment: dict[str, str]) -> tuple[str, ...] | None:
+    """What there has to be, besides Numba, in the process that this command is better forked from; None: it is better started, or cannot be forked.
 
     Workers that need neither are started: they differ in the order of sets, as in life.
     """
     if len(command) < 3 or command[0] != sys.executable or _early(environment) != _early(_quiet()):
-        return ""
+        return None
     if command[1] == "-c" and ("import torch" in command[2] or "bpsx.torch" in command[2]):
-        return "numpy numba torch torch._dynamo"       # PyTorch imports the last, which is half of it, with the first optimizer
+        return "torch", "torch._dynamo"        # PyTorch imports the last, which is half of it, with the first optimizer
     # A machine's processes sum, with Numba's functions, as servers do. The scheduler needs none of it, and starts faster all the same.
     sums = environment.get("BYTEPS_LOCAL_SIZE", "1") != "1" if command[1] == "-c" else command[2] in ("bpsx.server", "bpsx.rendezvous")
-    return "numpy numba" if sums else ""
+    return () if sums else None
 
 
 class _Nursery:
     """The process whose forks they are, and a thread that hears from it who has ended."""
 
-    def __init__(self, packages: str, paths: dict[str, str]) -> None:
+    def __init__(self, packages: tuple[str, ...], paths: dict[str, str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (self._socket, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
-        self._process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno()), *packages.split()], pass_fds=[theirs.fileno()],
+        self._process = subprocess.Popen([sys.executable, __file__, str(theirs.fileno()), *packages], pass_fds=[theirs.fileno()],
                                          env={**_quiet(), **paths}, stdin=subprocess.DEVNULL)
         theirs.close()
         self._changed, self._one_by_one = threading.Condition(), threading.Lock()
@@ -121,11 +121,11 @@ class _Nursery:
 
 
 _lock = threading.Lock()
-_all: dict[tuple[str, ...], _Nursery] = {}          # by packages and paths
+_all: dict[tuple[tuple[str, ...], frozenset[tuple[str, str]]], _Nursery] = {}       # by packages and paths
 
 
-def _nursery(packages: str, paths: dict[str, str]) -> _Nursery:
-    key = packages, *map(str, sorted(paths.items()))
+def _nursery(packages: tuple[str, ...], paths: dict[str, str]) -> _Nursery:
+    key = packages, frozenset(paths.items())
     with _lock:
         if key not in _all:
             _all[key] = _Nursery(packages, paths)
@@ -140,7 +140,7 @@ def nurseries() -> set[int]:
 class Fork:
     """What a test needs of :class:`subprocess.Popen`, for a process that has forked. ``command``: ``python -c SOURCE`` or ``python -m MODULE``."""
 
-    def __init__(self, command: list[str], environment: dict[str, str], packages: str) -> None:
+    def __init__(self, command: list[str], environment: dict[str, str], packages: tuple[str, ...]) -> None:
         inward, outward, errors = os.pipe(), os.pipe(), os.pipe()
         source = command[2] if command[1] == "-c" else f"import runpy; runpy.run_module({command[2]!r}, run_name='__main__', alter_sys=True)"
         self._of = _nursery(packages, _paths(environment))
@@ -248,11 +248,12 @@ def _be(task: dict[str, Any]) -> None:
 if __name__ == "__main__":
     import importlib
 
+    import numba
     import numpy
 
     for _name in sys.argv[2:]:
         importlib.import_module(_name)
-    sys.modules["numba"].cfunc("void()")(lambda: None)          # it imports as much again for the first function that it compiles or loads
+    numba.cfunc("void()")(lambda: None)         # it imports as much again for the first function that it compiles or loads
     assert len(os.listdir("/proc/self/task")) == 1, "what forks has to have one thread"
     _task = _serve(socket.socket(fileno=int(sys.argv[1])))
     if _task is not None:

@@ -39,7 +39,7 @@ class Process:
         self.errors: list[str] = []
         self._changed = threading.Condition()
         packages = packages_for(command, env)
-        self.popen: subprocess.Popen[str] | Fork = Fork(command, env, packages) if packages else subprocess.Popen(
+        self.popen: subprocess.Popen[str] | Fork = Fork(command, env, packages) if packages is not None else subprocess.Popen(
             command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
         self._readers = [threading.Thread(target=self._read, args=(stream, lines), daemon=True)
                          for stream, lines in ((self.popen.stdout, self.lines), (self.popen.stderr, self.errors))]
