@@ -78,20 +78,20 @@ _WORKER = """
     def stages():
         if stage == "connect" and behind:
             report("ready")
-            sys.stdin.readline()
+            hear()
         report("joining")
         bpsx.init()
         assert bpsx.push_pull(np.ones(1), name="first", average=False) == 3
         bpsx.barrier()
         report("running")
-        sys.stdin.readline()
+        hear()
         if stage == "push" or stage in ("pull", "shutdown") and not behind:
             handle = begin("x")
             if stage != "shutdown":
                 check(bpsx.synchronize(handle))
         else:
             report("staged")
-            sys.stdin.readline()
+            hear()
             check(bpsx.push_pull(array, name="x", average=False))
         if stage != "shutdown":
             for _ in range(rounds) if rounds else itertools.count():
