@@ -17,7 +17,7 @@ from typing import Any
 
 from bpsx import secret
 from bpsx.errors import ConfigError
-from bpsx.values import FLAG, blacklist, choice, cpu_lists, flag, host_port, integer, modules, number, ranks
+from bpsx.values import FLAG, blacklist, choice, cpu_lists, flag, host_port, integer, modules, number, ranks, zero_or
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ OPTIONS: tuple[Option, ...] = (
            "A server takes waiting pushes by priority instead of by arrival.", _TUNE),
     Option("zmq_threads", "BYTEPS_ZMQ_NTHREADS", integer(1, 256), _default_lanes, "1..256",
            "ZeroMQ I/O threads of a process. Default: a quarter of the cores, 1 to 4.", _TUNE),
-    Option("send_buffer", "BPSX_SEND_BUFFER_KB", integer(0, 2**20), None, "KiB; 0: the system's own tuning",
-           "Send buffer of each data connection. Default: 448 on loopback, to keep the data in the caches; else 224, to keep what is sent later "
-           "from sharing a link with what is sent now. Over a far network (a ms there and back, or more) take 0, or megabytes.", _TUNE),
+    Option("send_buffer", "BPSX_SEND_BUFFER_KB", zero_or(64, 2**20), None, "64..1048576 KiB; 0: the system's own tuning",
+           "Send buffer of each data connection. Default: 448 on loopback, for the caches; else 224, lest what comes later shares a link with what "
+           "goes now. Far networks (a ms there and back, or more): 0, or megabytes. Less than 64 makes what stays in a machine wait for TCP.", _TUNE),
     Option("spin_us", "BPSX_SPIN_US", number(0), 50.0, "microseconds",
            "How long a thread without work yields the core before it sleeps. Waking it costs more than this on most machines.", _TUNE),
     Option("fixed_order", "BPSX_FIXED_ORDER", flag, False, FLAG,
@@ -487,7 +487,7 @@ def reference() -> str:
             lines += ["They count unless `DMLC_WORKER_ID` or `BYTEPS_LOCAL_RANK` is set ([pytorch.md](pytorch.md)).", ""]
         lines += ["| variable | allowed | default | meaning |", "|---|---|---|---|"]
         for o in (o for o in options if o.group == group):
-            default = "by cores" if callable(o.default) else "required or unset" if o.default is None else _plain(o.default)
+            default = "by cores" if callable(o.default) else "required or unset" if o.default is None and group == _JOB else _plain(o.default)
             allowed = o.allowed.replace("|", "\\|")
             lines.append(f"| `{o.env}` | {allowed} | {default} | {o.help} |")
         lines.append("")
@@ -497,4 +497,4 @@ def reference() -> str:
 
 
 def _plain(default: Any) -> str:
-    return str(int(default)) if isinstance(default, bool) else str(default) or "unset"
+    return str(int(default)) if isinstance(default, bool) else str("" if default is None else default) or "unset"

@@ -19,6 +19,11 @@ def integer(low: int, high: int = 2**62) -> Callable[[str], int]:
     return parse
 
 
+def zero_or(low: int, high: int) -> Callable[[str], int]:
+    """0, or a whole number from ``low`` to ``high``."""
+    return lambda text: 0 if int(text) == 0 else integer(low, high)(text)
+
+
 def number(low: float) -> Callable[[str], float]:
     """A finite number, at least ``low``."""
     def parse(text: str) -> float:
