@@ -1,4 +1,4 @@
-"""Processes that need PyTorch or Numba, as forks of one that has imported it: that takes 3.5 s of a core and 1.1, for each of some hundreds.
+"""Processes as forks of one that has imported what they need: 3.5 s of a core for PyTorch, 1.1 for Numba, 0.25 for NumPy and ZeroMQ, for hundreds.
 
 As a script it is that process, the nursery: ``forking.py SOCKET_FD PACKAGE...``. It has one thread, imports nothing of bpsx, and gives each of its
 children the input, output and environment that were asked for. What comes out is a process of its own in all that a test can see, except that its
@@ -43,17 +43,19 @@ def _quiet() -> dict[str, str]:
 
 
 def packages_for(command: list[str], environment: dict[str, str]) -> tuple[str, ...] | None:
-    """What there has to be, besides Numba, in the process that this command is better forked from; None: it is better started, or cannot be forked.
+    """What there has to be, besides NumPy and ZeroMQ, in the process that this command is better forked from; None: it is better started.
 
-    Workers that need neither are started: they differ in the order of sets, as in life.
+    The first worker is started, unless PyTorch or Numba is needed: it differs from the others in the order of sets, as all do in life.
     """
     if len(command) < 3 or command[0] != sys.executable or _early(environment) != _early(_quiet()):
         return None
-    if command[1] == "-c" and ("import torch" in command[2] or "bpsx.torch" in command[2]):
-        return "torch", "torch._dynamo"        # PyTorch imports the last, which is half of it, with the first optimizer
-    # A machine's processes sum, with Numba's functions, as servers do. The scheduler needs none of it, and starts faster all the same.
-    sums = environment.get("BYTEPS_LOCAL_SIZE", "1") != "1" if command[1] == "-c" else command[2] in ("bpsx.server", "bpsx.rendezvous")
-    return () if sums else None
+    if command[1] == "-m":          # the scheduler needs no Numba, and starts faster all the same
+        return ("numba",) if command[2] in ("bpsx.server", "bpsx.rendezvous") else None
+    if "import torch" in command[2] or "bpsx.torch" in command[2]:
+        return "numba", "torch", "torch._dynamo"        # PyTorch imports the last, which is half of it, with the first optimizer
+    if environment.get("BYTEPS_LOCAL_SIZE", "1") != "1":
+        return "numba",             # a machine's processes sum, as servers do
+    return () if environment.get("DMLC_WORKER_ID", "0") != "0" else None
 
 
 class _Nursery:
@@ -246,15 +248,19 @@ def _be(task: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    import gc
     import importlib
 
-    import numba
     import numpy
+    import zmq.utils.monitor  # noqa: F401
 
     for _name in sys.argv[2:]:
         importlib.import_module(_name)
-    numba.cfunc("void()")(lambda: None)         # it imports as much again for the first function that it compiles or loads
+    if "numba" in sys.modules:
+        sys.modules["numba"].cfunc("void()")(lambda: None)      # it imports as much again for the first function that it compiles or loads
     assert len(os.listdir("/proc/self/task")) == 1, "what forks has to have one thread"
+    gc.collect()
+    gc.freeze()         # else each child would go through all that has been imported, in its collections and once more at its end: 0.3 s
     _task = _serve(socket.socket(fileno=int(sys.argv[1])))
     if _task is not None:
         _be(_task)

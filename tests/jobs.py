@@ -90,6 +90,11 @@ class Process:
             reader.join(timeout)
         return self.popen.returncode
 
+    @property
+    def silent(self) -> bool:
+        """Whether nobody can write its output any more: it has ended, and so has whoever it had forked."""
+        return not any(reader.is_alive() for reader in self._readers)
+
     def reports(self) -> list[Any]:
         """What the process passed to ``report``."""
         return [json.loads(line) for line in self.lines if line[:1] in '[{"0123456789tfn-']

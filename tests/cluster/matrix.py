@@ -202,6 +202,7 @@ class Matrix:
     def left(self) -> list[str]:
         """Processes and files of the job that are still there."""
         found = [str(p) for place in self.places for p in place.rglob("*") if not p.is_dir()]
+        found += [f"somebody who has the output of {p.name}" for p in self.job.processes if not p.silent]
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
