@@ -101,10 +101,14 @@ def losses(output: str, epochs: int = 3) -> list[float]:
 #: Runs scripts one after another in one process, each as ``__main__``: importing PyTorch takes longer than what they do.
 RUN = """
 import gc, runpy, sys
+models = []
 for line in sys.argv[1:]:
     print("script", line, flush=True)
     sys.argv = line.split()
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    found = runpy.run_path(sys.argv[0], run_name="__main__")
+    if "dist" in found:     # With the model goes its group. Gloo's thread (PyTorch 2.13) may still be about to let go of the last tensor, which takes
+        models.append(found["model"])       # the GIL; who frees the group has the GIL, and waits for that thread: for ever.
+    del found
     gc.collect()
 """
 AFTER = ["byteps_after.py --way cross-barrier", "byteps_after.py --way module", "byteps_after.py --fp16-pushpull", "ddp_after_backend.py",
