@@ -497,4 +497,4 @@ def reference() -> str:
 
 
 def _plain(default: Any) -> str:
-    return str(int(default)) if isinstance(default, bool) else str("" if default is None else default) or "unset"
+    return "unset" if default in (None, "") else str(int(default)) if isinstance(default, bool) else str(default)

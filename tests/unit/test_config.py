@@ -62,6 +62,13 @@ def test_an_empty_variable_is_as_good_as_none(text):
     assert Config({"BYTEPS_PARTITION_BYTES": ""}).partition_bytes == 2 << 20
 
 
+@pytest.mark.parametrize("text", ["0", "64", "1048576"])
+def test_a_send_buffer_is_the_systems_or_not_too_small(text):
+    assert Config({"BPSX_SEND_BUFFER_KB": text}).send_buffer == int(text)
+    for wrong in ("-1", "1", "1048577", "0.5"):
+        assert any("BPSX_SEND_BUFFER_KB" in fault for fault in faults({"BPSX_SEND_BUFFER_KB": wrong}))
+
+
 @pytest.mark.parametrize("name", ["BPSX_SECRET_FILE", "BYTEPS_TRACE_DIR", "BPSX_CACHE_DIR", "BYTEPS_SOCKET_PATH", "BPSX_PORT_FILE"])
 def test_the_home_folder_may_be_written_as_a_tilde(name, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
