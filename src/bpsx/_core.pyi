@@ -1,6 +1,6 @@
 """The worker's side of the native core; see ``_core.pyx``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
@@ -18,11 +18,12 @@ class Core:
 
     def __init__(
         self, endpoint: Any, *, rank: int, job: int, lanes: Sequence[int], credit: int, spin_us: float, machine: Any = None, telemetry: bool = True,
-        watch: Any = None, ahead_ms: float = 0,
+        watch: Any = None, ahead_ms: float = 0, beside: Collection[int] = (),
     ) -> None:
         """``endpoint``: an object with ``abi()``; ``lanes``: the number of the server of each; ``credit``: bytes in flight per lane, 0 for no bound;
-        ``ahead_ms``: in how many milliseconds the slowest server's link can take what is in flight to each, 0 for no bound; ``machine``: see
-        :class:`bpsx.local._machine.Machine`; ``telemetry``: count the bytes that came home; ``watch``: a :class:`bpsx._watch.Watcher`."""
+        ``ahead_ms``: in how many milliseconds the slowest server's link can take what is in flight to each, 0 for no bound; ``beside``: the servers
+        on this machine; ``machine``: see :class:`bpsx.local._machine.Machine`; ``telemetry``: count the bytes that came home; ``watch``: a
+        :class:`bpsx._watch.Watcher`."""
     @property
     def pid(self) -> int:
         """The process that made it."""

@@ -59,11 +59,11 @@ cdef class Core:
     cdef readonly bint told     # whether a failure has been raised in the script
 
     def __cinit__(self, endpoint, *, int rank, uint64_t job, lanes, int64_t credit, double spin_us, machine=None, bint telemetry=True,
-                  watch=None, double ahead_ms=0):
+                  watch=None, double ahead_ms=0, beside=()):
         """``endpoint``: an object with ``abi()``; ``lanes``: the number of the server of each; ``credit``: bytes in flight per lane, 0 for no bound;
-        ``ahead_ms``: in how many milliseconds the slowest server's link can take what is in flight to each, 0 for no bound; ``machine``: a
-        :class:`bpsx.local._machine.Machine` if the machine's processes share the work, and ``rank`` is then the machine's number;
-        ``telemetry``: count the bytes that came home; ``watch``: a :class:`bpsx._watch.Watcher`."""
+        ``ahead_ms``: in how many milliseconds the slowest server's link can take what is in flight to each, 0 for no bound; ``beside``: the servers
+        on this machine; ``machine``: a :class:`bpsx.local._machine.Machine` if the machine's processes share the work, and ``rank`` is then the
+        machine's number; ``telemetry``: count the bytes that came home; ``watch``: a :class:`bpsx._watch.Watcher`."""
         memset(&self.c, 0, sizeof(CCore))
         if monitor_init(&self.c.monitor) != 0:
             raise MemoryError("cannot create a mutex")
@@ -85,10 +85,10 @@ cdef class Core:
         self.watch = watch
         if watch is not None:
             self.c.watch = <Watch *>PyCapsule_GetPointer(watch.abi(), b"bpsx.Watch")
-        self._make_lanes(list(lanes))
+        self._make_lanes(list(lanes), beside)
         self.tensors = set()
 
-    cdef _make_lanes(self, list servers):
+    cdef _make_lanes(self, list servers, beside):
         cdef uint32_t i
         cdef uint32_t n = <uint32_t>len(servers)
         self.c.lanes = <Lane *>calloc(max(n, 1), sizeof(Lane))
@@ -99,6 +99,7 @@ cdef class Core:
         self.c.n_lanes = n
         for i in range(n):
             self.c.lanes[i].server = &self.c.servers[<uint32_t>servers[i]]
+            self.c.lanes[i].server.beside = servers[i] in beside
 
     def open_gpu(self, gpu not None, uint32_t group=1) -> None:
         """Let the core use a :class:`bpsx.local._cuda.Gpu`, before the first tensor on it. ``group``: collectives that go together at most."""

@@ -27,6 +27,7 @@ from bpsx.partitioner import partition, whole_pages
 from bpsx.rendezvous.client import Link
 from bpsx.reporting import Reporter
 from bpsx.speed import Speed, Speedometer
+from bpsx.transports.address import is_here
 from bpsx.transports.loopback import LoopbackEndpoint
 
 log = logging.getLogger("bpsx.session")
@@ -116,9 +117,10 @@ class Session:
             self._endpoint.join(job, near.sender)
         for i, (_, address) in enumerate(self._lanes):
             self._endpoint.connect(i, address)
-        self._core = Core(self._endpoint, rank=near.sender, job=job, lanes=[server for server, _ in self._lanes], spin_us=config.spin_us,
-                          credit=config.scheduling_credit * whole_pages(config.partition_bytes), ahead_ms=config.send_ahead_ms,
-                          machine=near.machine, telemetry=config.telemetry, watch=self.reporter.watchers[0])
+        beside = {server for server, address in self._lanes if is_here(address)}
+        self._core = Core(self._endpoint, rank=near.sender, job=job, lanes=[server for server, _ in self._lanes], beside=beside,
+                          spin_us=config.spin_us, credit=config.scheduling_credit * whole_pages(config.partition_bytes),
+                          ahead_ms=config.send_ahead_ms, machine=near.machine, telemetry=config.telemetry, watch=self.reporter.watchers[0])
         self.devices.core = self.compressing.core = self._core
 
     def _hear_of_a_loss(self, link: Link) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
-from network import net_job, why_not
+from network import NetJob, Network, net_job, why_not
+
+from traces import about, load
 
 _WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
@@ -95,3 +97,25 @@ def test_over_a_slow_link_the_urgent_overtakes():
         report(early)
     """, {"BYTEPS_PARTITION_BYTES": "65536", "BPSX_SEND_BUFFER_KB": "128"}, before=slow) as (_, job):
         assert job.results() == [[True], [True]]
+
+
+def test_what_stays_in_the_machine_goes_in_its_turn(tmp_path):
+    env = {"BYTEPS_PARTITION_BYTES": "131072", "BYTEPS_FORCE_DISTRIBUTED": "1", "BYTEPS_TRACE_ON": "1", "BYTEPS_TRACE_START_STEP": "2",
+           "BYTEPS_TRACE_END_STEP": "4", "BYTEPS_TRACE_DIR": str(tmp_path)}
+    with Network(["scheduler", "worker 0", "server 1"], "50mbit", beside={"server 0": "worker 0"}) as network, NetJob("""
+        import numpy as np, bpsx
+        bpsx.init()
+        a = np.ones(32 << 15, np.float32)           # 32 partitions
+        for i in range(3):
+            report(int(bpsx.push_pull(a, average=False, name="a").sum()))
+        bpsx.shutdown()
+    """, network, env=env, workers=1, servers=2) as job:
+        assert job.results() == [[32 << 15] * 3]
+        here = network.address["worker 0"]
+    servers = {about(tmp_path / f"server-{i}/comm.json")["host"]: load(tmp_path / f"server-{i}/comm.json") for i in range(2)}
+    beside = {e["tid"] for e in servers[here] if e["name"].endswith(".ROUND")}
+    pushed = [{e["tid"]: e["ts"] + e["dur"] for e in load(tmp_path / "0/comm.json") if e["name"].endswith(".PUSH") and e["args"]["step"] == step}
+              for step in (2, 3)]
+    assert len(beside) == 16 and all(len(of) == 32 for of in pushed)
+    for of in pushed:       # in the order of the tensor, which is that of urgency: nothing beside comes before what has to leave the machine
+        assert all(of[far] <= of[near] for near in beside for far in of.keys() - beside if int(far) < int(near))

@@ -96,6 +96,26 @@ def test_all_servers_have_the_room_of_the_slowest(rig):
         h.wait(20)
 
 
+def test_what_stays_in_the_machine_goes_in_its_turn(rig):
+    r = rig(lanes=2, servers=2, credit=LONG, hold_done=True, start=False, beside={1})       # room for one at the first server, for seven beside
+    order = [(0, 9), (0, 5), (0, 3), (1, 7), (1, 5), (1, 4), (1, 1)]        # lane and priority
+    sizes = [LONG, BIG]
+    handles = [r.core.submit(r.tensor(f"t{i}", sizes[lane], lane=lane), array(sizes[lane]), array(sizes[lane]), priority=priority)
+               for i, (lane, priority) in enumerate(order)]
+    r.core.start()
+    pushes = []
+    for far, near in ((9, [7]), (5, [5, 4]), (3, [1])):         # of two that are as urgent the older one comes first
+        found = [(0, r.pushes(1)[0]), *((1, push) for push in r.pushes(len(near), lane=1))]
+        assert [push.priority for _, push in found] == [far, *near]
+        assert r.lanes[0].sent(0.05) is None and r.lanes[1].sent(0) is None
+        pushes += found
+        r.endpoint.complete()
+    for lane, push in pushes:
+        r.answer(push, bytes(push.length), lane)
+    for h in handles:
+        h.wait(20)
+
+
 def test_what_is_small_does_not_pass_what_is_urgent_and_large_on_another_lane_of_its_server(rig):
     r = rig(lanes=2, credit=100 * LONG, hold_done=True, ahead_ms=1e-6)
     handles = [r.core.submit(r.tensor("learn", LONG), array(LONG), array(LONG))]

@@ -7,7 +7,7 @@ import pytest
 from bpsx.config import Config
 from bpsx.errors import ConfigError
 from bpsx.host import own_host
-from bpsx.transports.address import interface_address, is_ipv6, is_loopback, join_host_port, own_address_towards, resolve, tcp_url
+from bpsx.transports.address import interface_address, is_here, is_ipv6, is_loopback, join_host_port, own_address_towards, resolve, tcp_url
 
 
 def test_spelling():
@@ -27,6 +27,12 @@ def test_own_address():
     assert interface_address("lo") == "127.0.0.1" and resolve("127.0.0.1", 1) == "127.0.0.1"
     with pytest.raises(OSError, match="interfaces here: .*lo"):
         interface_address("no-such-if")
+
+
+@pytest.mark.parametrize(("address", "here"), [("127.0.0.1:5", True), ("127.1.2.3:5", True), ("[::1]:5", True), ("localhost:5", True),
+                                               ("192.0.2.1:5", False), ("no.such.invalid:5", False)])
+def test_what_is_on_this_machine(address, here):
+    assert is_here(address) is here
 
 
 def test_which_address_is_taken():

@@ -142,6 +142,7 @@ cdef struct Task:
     Task *next
 
 cdef struct Server:             # what its lanes share
+    bint beside                 # it is on this machine
     int64_t in_flight           # bytes handed to the transport and not yet written out
     int64_t pace                # nanoseconds in which a MiB is; 0: not known yet
     int64_t starved             # as a lane's

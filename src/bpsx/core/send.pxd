@@ -4,6 +4,9 @@
 # server's link takes in a short time, at least one partition. Were there more, its partitions would share the link and be complete at once, and late.
 # The second is the same for all servers, by the slowest: who had more of a link could fill more connections there and would get more of it, again and
 # again, until each worker is far ahead at another server, and sums wait for the last worker of all.
+#
+# What stays in the machine would always have room. But it goes in its turn: a server that has its own machine's pushes before their time has sums to
+# send while that machine has still to push, on the same link. Who is late would be held up the most, and all wait for him.
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
@@ -259,18 +262,22 @@ cdef inline int next_lane(Core *c) noexcept nogil:
     cdef int64_t pace = slowest(c)
     cdef uint32_t i
     cdef Lane *lane
+    cdef Partition *leaving = NULL          # the most urgent that leaves the machine
     for i in range(c.n_lanes):
         c.lanes[i].server.first = -1
     for i in range(c.n_lanes):
         lane = &c.lanes[i]
         while lane.size and lane.heap[0].tensor.status != DONE:
             heap_pop(lane)                  # its tasks have been failed
+        if lane.size and not lane.server.beside and (leaving == NULL or before(lane.heap[0], leaving)):
+            leaving = lane.heap[0]
         if lane.size and (lane.server.first < 0 or before(lane.heap[0], c.lanes[lane.server.first].heap[0])) \
                 and has_credit(c, lane, push_bytes(lane.heap[0])):
             lane.server.first = i
     for i in range(c.n_lanes):              # a server that has no room for its first has none for what is less urgent and smaller: it would go on for ever
         lane = &c.lanes[i]
         if lane.server.first == <int>i and (best < 0 or before(lane.heap[0], c.lanes[best].heap[0])) \
+                and not (lane.server.beside and leaving != NULL and before(leaving, lane.heap[0])) \
                 and takes_more(c, lane.server, pace, push_bytes(lane.heap[0])):
             best = i
     return best

@@ -78,3 +78,13 @@ def own_address_towards(host: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as s:
         s.connect((host.strip("[]"), port or 9))
         return str(s.getsockname()[0])
+
+
+def is_here(address: str) -> bool:
+    """Whether ``host:port`` is on this machine, so that what is sent there passes no link: it is spoken to from that very address. Sends nothing."""
+    host, _, port = address.rpartition(":")
+    try:
+        target = ipaddress.ip_address(resolve(host, int(port)))
+        return target.is_loopback or ipaddress.ip_address(own_address_towards(str(target), int(port))) == target
+    except OSError:
+        return False
