@@ -117,7 +117,7 @@ class Session:
             self._endpoint.join(job, near.sender)
         for i, (_, address) in enumerate(self._lanes):
             self._endpoint.connect(i, address)
-        beside = {server for server, address in self._lanes if is_here(address)}
+        beside = {server for server, address in dict(self._lanes).items() if is_here(address)}       # one lane says it for all of a server
         self._core = Core(self._endpoint, rank=near.sender, job=job, lanes=[server for server, _ in self._lanes], beside=beside,
                           spin_us=config.spin_us, credit=config.scheduling_credit * whole_pages(config.partition_bytes),
                           ahead_ms=config.send_ahead_ms, machine=near.machine, telemetry=config.telemetry, watch=self.reporter.watchers[0])
