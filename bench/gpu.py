@@ -86,7 +86,7 @@ class Setup:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default=",".join(PARTS), help="parts to run, with commas between (default: %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to see that it runs (default: %(default)s)")
-    parser.add_argument("--gpus", type=int, default=2, help="how many, and so how many workers (default: %(default)s)")
+    parser.add_argument("--gpus", type=int, default=2, help="how many, and so how many workers; one will do for links (default: %(default)s)")
     parser.add_argument("--machines", type=int, help="of links; they share GPUs if they are more (default: --gpus)")
     parser.add_argument("--networks", help=f"of train ({','.join(TRAIN)}) and links ({','.join(LINKS)}); there are {', '.join(NETWORKS)}")
     parser.add_argument("--rates", default=",".join(RATES), help="of links, in tc's notation (default: %(default)s)")
@@ -138,8 +138,9 @@ def bits(rate: str) -> float:
 
 def _why_not(setup: Setup, wanted: Sequence[str]) -> str:
     """Why this cannot run here, before anything is measured; empty if it can."""
-    if setup.gpus < 2:
-        return f"--gpus {setup.gpus}: at least two are needed"
+    least = 1 if set(wanted) == {"links"} else 2        # machines that links join may share a GPU
+    if setup.gpus < least:
+        return f"--gpus {setup.gpus}: at least {least} are needed"
     if setup.machines < 2:
         return f"--machines {setup.machines}: at least two are needed"
     if setup.device == "cuda":

@@ -121,7 +121,8 @@ def _options(**given: Any) -> argparse.Namespace:
     ({"only": "nccl,wifi"}, "no wifi; there are nccl, pcie, train, links"), ({"networks": "alexnet"}, "no alexnet; there are resnet50"),
     ({"rates": "fast"}, "'fast' is no rate"), ({"rates": "10gbit,5"}, "'5' is no rate"), ({"extra": "4,x"}, "--extra '4,x'"),
     ({"extra": "-1"}, "--extra"), ({"congestion": "calm"}, "--congestion: there is no calm; there are reno"),
-    ({"gpus": 1}, "--gpus 1: at least two"), ({"machines": 1}, "--machines 1: at least two"),
+    ({"gpus": 1}, "--gpus 1: at least 2"), ({"gpus": 0, "only": "links"}, "--gpus 0: at least 1"),
+    ({"gpus": 1, "only": "links"}, "--machines 1: at least two"), ({"machines": 1}, "--machines 1: at least two"),
 ])
 def test_wrong_options_are_named_before_anything_is_measured(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any],
                                                              said: str) -> None:
@@ -150,4 +151,6 @@ def test_parts_run_in_order_whatever_the_options_say(bench: ModuleType, monkeypa
     setup = found[0][1]
     assert (setup.rates, setup.extra, setup.networks) == (["10gbit", "200mbit"], [0, 4], ["tiny"]) and bench.bits("200mbit") == 2e8
     assert (setup.gpus, setup.machines) == (2, 2)
+    alone = bench.run(_options(only="links", gpus=1, machines=4))[0][1]
+    assert (alone.gpus, alone.machines) == (1, 4)
     assert setup.plan.large < bench.plan_of("cuda", True).large == 512 << 20
