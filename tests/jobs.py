@@ -85,6 +85,11 @@ class Process:
         try:
             self.popen.wait(timeout)
         except subprocess.TimeoutExpired:
+            self.signal(signal.SIGABRT)         # a Python that has `faulthandler` on says where its threads are
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(5)
+                for reader in self._readers:
+                    reader.join(5)
             raise AssertionError(f"{self.name} has not ended after {timeout} s:\n{self.text()}") from None
         for reader in self._readers:
             reader.join(timeout)

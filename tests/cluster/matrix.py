@@ -36,9 +36,9 @@ _WORKER = """
     import bpsx
 
     def throw(_, frame):
-        # `logging` takes what is raised while it writes a line for its own trouble and goes on: come again when it is done.
+        # `logging` writing a line, pyzmq making a socket and callbacks of imports take any Exception for their own trouble: come again later.
         while frame is not None:
-            if frame.f_globals.get("__name__") == "logging":
+            if frame.f_globals.get("__name__") in ("logging", "zmq.sugar.socket", "importlib._bootstrap", "_frozen_importlib"):
                 signal.setitimer(signal.ITIMER_REAL, 0.01)
                 return
             frame = frame.f_back
