@@ -15,12 +15,14 @@ from bpsx.arguments import check_flag, check_handle, check_name, check_priority,
 from bpsx.compression import NONE as NOT_COMPRESSED
 from bpsx.compression import Compression, compression
 from bpsx.config import is_set
+from bpsx.declaring import capacity
 from bpsx.devices import Streams
 from bpsx.session import Session
 from bpsx.torchrun import Store, init, resume
 
-__all__ = ["NOT_COMPRESSED", "Compression", "Handle", "Item", "Session", "Store", "Streams", "TensorView", "check_flag", "check_handle", "check_name",
-           "check_priority", "checked_root", "compression", "init", "initialised", "integer", "is_set", "own_host", "proof", "resume", "session"]
+__all__ = ["NOT_COMPRESSED", "Compression", "Handle", "Item", "Session", "Store", "Streams", "TensorView", "capacity", "check_flag", "check_handle",
+           "check_name", "check_priority", "checked_root", "compression", "init", "initialised", "integer", "is_set", "own_host", "proof", "resume",
+           "session"]
 
 
 def own_host() -> str:

@@ -21,12 +21,13 @@ from bpsx.core.greeting cimport ask_lanes, silent_lanes
 from bpsx.core.machine cimport Machine as CMachine
 from bpsx.core.loop cimport background, codec_thread, give_back_coded, kick, submit, tell_news, wait_for
 from bpsx.core.parts cimport queue_kernels
-from bpsx.core.partition cimport Lane, Partition, Server, Task
+from bpsx.core.partition cimport Lane, Partition, Server, Task, Tell
 from bpsx.core.places cimport free_places
 from bpsx.core.pool cimport pool_free, pool_new, pool_next, pool_stop
 from bpsx.core.reaping cimport take_reaped, unreaped
 from bpsx.core.report cimport counters_of, gauges_of
 from bpsx.core.state cimport Core as CCore
+from bpsx.core.stage cimport take_tells, tell
 from bpsx.core.status cimport DONE, E_DEVICE, E_SHUTDOWN
 from bpsx.core.telling cimport tell_failed, tell_failing, tell_known
 from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock, wait_until
@@ -310,14 +311,18 @@ cdef class Core:
 
     def end(self, Handle handle not None, int status, str detail) -> None:
         """End a prepared handle that was never released."""
+        cdef Tell *tells
         handle.failure = detail
         lock(&self.c.monitor)
+        tells = take_tells(&handle.task, NULL)
         atomic_store(&handle.task.status, status)
         if self.c.waiters:
             notify_all(&self.c.monitor)
         if self.c.parked:
             self.c.endpoint.wake(self.c.endpoint.self)
         unlock(&self.c.monitor)
+        with nogil:
+            tell(tells, status)
 
     def fail_tensor(self, Tensor tensor not None, int status, str detail) -> None:
         """End every push_pull of ``tensor``, present and future."""

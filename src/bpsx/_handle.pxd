@@ -2,7 +2,7 @@
 from libc.stdint cimport int64_t, uint64_t
 
 from bpsx._tensor cimport Tensor
-from bpsx.core.partition cimport Task
+from bpsx.core.partition cimport Task, Tell
 from bpsx.core.state cimport Core as CCore
 
 
@@ -35,5 +35,7 @@ cdef class Handle:
     cdef _output(self)
     cdef _meet(self, uint64_t stream)
     cdef bint has_ended(self)
+    cdef void tell_at_end(self, Tell *tell) noexcept
+    cdef error(self)
     cdef bint is_behind(self, uint64_t stream, uint64_t by)
     cdef _between_slices(self, int64_t end)

@@ -7,7 +7,7 @@ from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from bpsx.core.loop cimport wait_for
 from bpsx.core.reaping cimport met, now_met
 from bpsx.core.status cimport DONE, PENDING
-from bpsx.core.sync cimport atomic_load, now_ns
+from bpsx.core.sync cimport atomic_load, lock, now_ns, unlock
 
 from bpsx import errors
 
@@ -86,6 +86,24 @@ cdef class Handle:
     cdef bint has_ended(self):
         """Whether a wait would not wait. On a GPU that is when the end has been queued there."""
         return atomic_load(&self.task.status) != PENDING
+
+    cdef void tell_at_end(self, Tell *tell) noexcept:
+        """Have ``tell.run`` called once, with the status, by whoever ends this, any thread without the GIL; here and now if it has ended."""
+        cdef int64_t status
+        tell.next = NULL
+        with nogil:
+            lock(&self.c.monitor)
+            status = self.task.status
+            if status == PENDING:
+                tell.next = self.task.tells
+                self.task.tells = tell
+            unlock(&self.c.monitor)
+            if status != PENDING:
+                tell.run(tell, status)
+
+    cdef error(self):
+        """What has ended it, where the status is not good."""
+        return self.core.error_of(self)
 
     cdef bint is_behind(self, uint64_t stream, uint64_t by):
         """Whether it has ended well, and ``stream``, whose number is ``by``, goes on after that: then there is nothing left to wait for."""

@@ -1,93 +1,30 @@
-"""Runs functions of a test module in every worker of a local job and brings their results back; or any command, by ``bpsx-run``."""
+"""What a worker of a test of bpsx.torch does; see :mod:`running`."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import secrets
-import signal
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any, NamedTuple
+import functools
 
 import torch
 
-from jobs import Job
+from frameworks import running
+from frameworks.running import HERE, Finished, each, launch
 
-HERE = Path(__file__).parent
-JOB_SECONDS = 150.0
+__all__ = ["HERE", "Finished", "each", "launch", "run_job", "source_of", "work"]
 
-
-class Finished(NamedTuple):
-    """``results[rank][function]`` is what the function returned there; a worker that died left none."""
-
-    status: int
-    output: str
-    results: dict[int, dict[str, Any]]
-
-
-def launch(command: list[str], workers: int, servers: int, processes: int = 1, **environment: str) -> tuple[int, str]:
-    """Run ``command`` in ``processes`` processes on each of ``workers`` imitated machines; returns the launcher's status and all output.
-
-    A job that does not end is killed.
-    """
-    quick = {"OMP_NUM_THREADS": "1", "BPSX_RENDEZVOUS_TIMEOUT": "60", "BPSX_DEADLOCK_SECONDS": "8", **environment}
-    job = subprocess.Popen(
-        [sys.executable, "-m", "bpsx.launch", "--local", "--workers", str(workers), "--servers", str(servers),
-         "--processes", str(processes), *command],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env={**os.environ, **quick})
-    try:
-        output, _ = job.communicate(timeout=JOB_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        output, _ = job.communicate()
-        output += f"\n[killed after {JOB_SECONDS} s]"
-    return job.returncode, output
-
-
-def source_of(module_file: str, functions: list[str], out: Path) -> str:
-    """What a worker runs that calls ``functions`` of ``module_file`` and leaves what they return in ``out``."""
-    paths = [str(HERE), str(HERE.parent)]
-    return f"import sys\nsys.path[:0] = {paths!r}\nimport torch_job\ntorch_job.work({module_file!r}, {str(out)!r}, {functions!r})"
-
-
-def run_job(module_file: str, functions: list[str], out: Path, workers: int = 2, servers: int = 1, processes: int = 1, *,
-            apart: bool = False, **environment: str) -> Finished:
-    """Call ``functions`` of ``module_file`` one after the other in each worker, between ``init`` and ``shutdown``.
-
-    ``apart``: workers do not come out of one process, which has one seed for hashes, and so one order in sets of strings; see :mod:`forking`.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    source = source_of(module_file, functions, out)
-    quick = {"BPSX_DEADLOCK_SECONDS": "8", "BPSX_SECRET": secrets.token_hex(16)}        # as bpsx-run gives its jobs one
-    alone = workers * processes + servers == 1
-    seeds = {i: {"PYTHONHASHSEED": str(i + 1)} for i in range(workers * processes)} if apart else None
-    with Job(source, workers * processes, servers, processes=processes, env={**quick, **environment}, worker_env=seeds, alone=alone) as job:
-        statuses = [p.wait(JOB_SECONDS) for p in job.processes]
-        output = "\n".join(p.text() for p in job.processes)
-    results = {int(f.stem): torch.load(f, weights_only=False) for f in out.glob("*.pt")}
-    return Finished(next((s for s in statuses if s), 0), output, results)
-
-
-def each(job: Finished, name: str) -> list[Any]:
-    """What function ``name`` has returned, by worker."""
-    return [job.results[rank][name] for rank in sorted(job.results)]
+source_of = functools.partial(running.source_of, "torch_job")
+run_job = functools.partial(running.run_job, "torch_job")
 
 
 def work(module_file: str, out: str, functions: list[str]) -> None:
-    """What a worker does."""
+    """Call ``functions`` between ``init`` and ``shutdown``."""
     import bpsx.torch as bps
 
-    spec = importlib.util.spec_from_file_location(Path(module_file).stem, module_file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = running.module_at(module_file)
     torch.set_num_threads(1)
     bps.init()
     rank, results = bps.rank(), {}
     for name in functions:
         torch.manual_seed(100 + rank)       # whatever must be alike on the workers has to be made so by the test
         results[name] = getattr(module, name)()
-    torch.save(results, Path(out) / f"{rank}.pt")
+    running.leave(results, out, rank)
     bps.shutdown()

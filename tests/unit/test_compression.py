@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bpsx.choices import choose
 from bpsx.compressing import Compressing
 from bpsx.compression import NONE, Compression, Momentum, check_fits, compression, effective, make, mix, parse, stream
 from bpsx.config import Config
@@ -17,7 +18,6 @@ from bpsx.dtypes import BY_NAME
 from bpsx.errors import ConfigError
 from bpsx.kernels.codecs import codec
 from bpsx.neighbourhood import Neighbourhood
-from bpsx.torch.choices import choose
 from unit.codec_tools import Coder
 
 GOOD: list[dict[str, Any]] = [

@@ -2,7 +2,7 @@
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 
-from bpsx.core.partition cimport Partition, Task, Tensor
+from bpsx.core.partition cimport Partition, Task, Tell, Tensor
 from bpsx.core.gpu cimport awaited, pump_gpu
 from bpsx.core.machine cimport fall_asleep, hosts, ring_bells, stay_awake
 from bpsx.core.receive cimport pump_in
@@ -10,7 +10,7 @@ from bpsx.core.reduce cimport gone_news, pump_machine, take_early
 from bpsx.core.send cimport pump_out
 from bpsx.core.packed cimport grow_scratch
 from bpsx.core.pool cimport Pool, pool_finish, pool_next, work_on
-from bpsx.core.stage cimport adopt, fail_tensor, finish, give_up, pump_pool, start
+from bpsx.core.stage cimport adopt, fail_tensor, finish, give_up, pump_pool, start, take_tells, tell
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_DEVICE, E_MEMORY, E_SHUTDOWN, PENDING
 from bpsx.core.sync cimport (
@@ -47,6 +47,7 @@ cdef inline void submit(Core *c, Task *first, Task *last, uint32_t n, bint will_
     """Hand n tasks, linked by `next`, to the driver. A caller that waits at once drives them itself, and nobody has to be woken."""
     cdef int64_t now = now_ns()
     cdef Task *task = first
+    cdef Tell *tells = NULL
     last.next = NULL
     while task != NULL:
         task.submitted_ns = now
@@ -56,10 +57,12 @@ cdef inline void submit(Core *c, Task *first, Task *last, uint32_t n, bint will_
         last.next = c.reap_first
         c.reap_first = first
         while n:
-            first.status = E_SHUTDOWN
+            tells = take_tells(first, tells)
+            atomic_store(&first.status, E_SHUTDOWN)
             first = first.next
             n -= 1
         unlock(&c.monitor)
+        tell(tells, E_SHUTDOWN)
         return
     if c.inbox_first == NULL:
         c.inbox_first = first

@@ -112,6 +112,11 @@ cdef struct Tensor:
     int failing_status          # what the driver shall fail it with; guarded by the core's monitor
     Tensor *next_failing
 
+# Who wants to know of a task's end without waiting for it. Its memory is the asker's, and his again when `run` begins.
+cdef struct Tell:
+    void (*run)(Tell *self, int64_t status) noexcept nogil     # by whoever ends the task, once: nothing that waits
+    Tell *next
+
 cdef struct Task:
     Tensor *tensor
     char *input                 # NULL: nothing to push (a broadcast's receivers)
@@ -138,6 +143,7 @@ cdef struct Task:
     int64_t submitted_ns
     uint32_t detail_a           # with an error: the ranks it is about
     uint32_t detail_b
+    Tell *tells                 # guarded by the core's monitor; NULL once it has ended
     void *handle                # the Python Handle, which outlives the task's use here; NULL: a stand-in, see reduce.pxd
     Task *next
 

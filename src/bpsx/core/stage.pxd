@@ -1,13 +1,13 @@
 # The state machine of a partition, and of the task that it belongs to. The one switch over stages is `enter`.
 #
 # Only the driver calls these. pipeline.py has the same stage names and chooses each tensor's list.
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 
 from bpsx.core.device cimport mark_end
 from bpsx.core.machine cimport Machine, everybody_in, know_tensor, post_results, tell_root
 from bpsx.core.packed cimport server_state_bytes
-from bpsx.core.partition cimport Lane, Partition, Task, Tensor
+from bpsx.core.partition cimport Lane, Partition, Task, Tell, Tensor
 from bpsx.core.places cimport give_place
 from bpsx.core.pool cimport Pool, pool_forget, pool_give, pool_take
 from bpsx.core.post cimport HAS_BODY, IS_BROADCAST, IS_SHARE, ON_GPU
@@ -185,10 +185,33 @@ cdef inline void keep_for_reaping(Core *c, Task *task) noexcept nogil:
     c.reap_last = task
 
 
+cdef inline Tell *take_tells(Task *task, Tell *others) noexcept nogil:
+    """Those who want to know of the end of ``task``, before ``others``. The monitor is held."""
+    cdef Tell *first = task.tells
+    cdef Tell *last = first
+    task.tells = NULL
+    if first == NULL:
+        return others
+    while last.next != NULL:
+        last = last.next
+    last.next = others
+    return first
+
+
+cdef inline void tell(Tell *one, int64_t status) noexcept nogil:
+    """Tell them. The monitor is not held: they may submit."""
+    cdef Tell *following
+    while one != NULL:
+        following = one.next
+        one.run(one, status)
+        one = following
+
+
 cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
     """Publish a task's end. From here on its waiter may go on, and nobody writes to its output."""
     cdef uint32_t i
     cdef bint stands_in = task.handle == NULL       # looked at now: whoever waits may free the task as soon as it is published
+    cdef Tell *tells
     if task.tensor.recorded and not task.keeps:
         ended(c, task, status)
     if task.over != NULL and not (task.marked and status == DONE) \
@@ -207,12 +230,14 @@ cdef inline void finish(Core *c, Task *task, int status) noexcept nogil:
         c.busy_total += now_ns() - c.busy_since
     if not stands_in:
         keep_for_reaping(c, task)
+    tells = take_tells(task, NULL)
     atomic_store(&task.status, status)
     if c.waiters:
         notify_all(&c.monitor)
     unlock(&c.monitor)
     if stands_in:
         free(task)
+    tell(tells, status)
 
 
 cdef inline int pump_pool(Core *c, Pool *pool) noexcept nogil:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bpsx import _adapter
-from bpsx._adapter import TensorView, checked_root
+from bpsx._adapter import TensorView, capacity, checked_root
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.torch.encoding import Encoder, StateError, decode, empty_for
@@ -138,17 +138,6 @@ def bytes_view(tensor: torch.Tensor) -> TensorView:
         return view_of(tensor, dtype)
     size = tensor.element_size()
     return view_at(tensor, tensor.numel() * size, "uint8", (*tensor.shape, size))
-
-
-def capacity(length: int) -> int:
-    """``length`` rounded up to the next of about 1.25 to the power of n.
-
-    What a name means is never forgotten, so lengths that change must not be declared as they are: 90 steps reach 10^9.
-    """
-    step = 0
-    while step < length:
-        step += max(1, step // 4)
-    return step
 
 
 def broadcast_bytes(text: bytes, root: int, name: str) -> bytes:

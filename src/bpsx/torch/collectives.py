@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from bpsx import _adapter
-from bpsx._adapter import checked_root
+from bpsx._adapter import capacity, checked_root
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError, ConfigError, MismatchError
-from bpsx.torch.broadcast import bytes_view, capacity
+from bpsx.torch.broadcast import bytes_view
 from bpsx.torch.gather import all_gather_async
 from bpsx.torch.ops import check_tensor, check_writable, dtype_name, is_plain, mark_written, plain_copy, submit
 from bpsx.torch.work import Collective

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from bpsx import _adapter
-from bpsx._adapter import check_name
+from bpsx._adapter import capacity, check_name
 from bpsx.errors import MismatchError
-from bpsx.torch.broadcast import bytes_view, capacity
+from bpsx.torch.broadcast import bytes_view
 from bpsx.torch.eager import eager
 from bpsx.torch.ops import (
     Handle,

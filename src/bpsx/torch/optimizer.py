@@ -13,10 +13,10 @@ import torch
 
 from bpsx import _adapter
 from bpsx._adapter import integer
+from bpsx.choices import Params, choose
 from bpsx.errors import ConfigError
 from bpsx.torch import checkpoint
 from bpsx.torch.asynchronous import AsyncExchange
-from bpsx.torch.choices import Params, choose
 from bpsx.torch.compression import Compression, Compressor, check_compression
 from bpsx.torch.eager import eager
 from bpsx.torch.exchange import PREFIX, Exchange, GradientOrderError

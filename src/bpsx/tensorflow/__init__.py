@@ -1,0 +1,41 @@
+"""bpsx for TensorFlow: ``import bpsx.tensorflow as bps``.
+
+BytePS's names and arguments: a script for ``byteps.tensorflow`` runs with the import changed.
+"""
+
+from __future__ import annotations
+
+try:
+    import tensorflow as _tf
+except ModuleNotFoundError as _error:
+    if _error.name != "tensorflow":
+        raise
+    raise ImportError("bpsx.tensorflow needs TensorFlow 2.21 or newer: pip install tensorflow", name="tensorflow") from None
+if tuple(int(part) for part in _tf.__version__.split(".")[:2]) < (2, 21):
+    raise ImportError(f"bpsx.tensorflow needs TensorFlow 2.21 or newer, this is {_tf.__version__}: pip install --upgrade tensorflow",
+                      name="tensorflow")
+
+from bpsx.api import (  # noqa: E402
+    barrier,
+    get_pushpull_speed,
+    init,
+    join,
+    local_rank,
+    local_size,
+    rank,
+    resume,
+    shutdown,
+    size,
+    suspend,
+)
+from bpsx.tensorflow.compression import Compression  # noqa: E402
+from bpsx.tensorflow.ops import UnsupportedTensor, broadcast, push_pull  # noqa: E402
+from bpsx.tensorflow.reductions import Adasum, Average, ReduceOps, Sum, handle_average_backwards_compatibility  # noqa: E402
+from bpsx.tensorflow.tape import DistributedGradientTape  # noqa: E402
+from bpsx.tensorflow.variables import BroadcastGlobalVariablesHook, broadcast_global_variables, broadcast_variables  # noqa: E402
+
+__all__ = [
+    "Adasum", "Average", "BroadcastGlobalVariablesHook", "Compression", "DistributedGradientTape", "ReduceOps", "Sum", "UnsupportedTensor", "barrier",
+    "broadcast", "broadcast_global_variables", "broadcast_variables", "get_pushpull_speed", "handle_average_backwards_compatibility", "init", "join",
+    "local_rank", "local_size", "push_pull", "rank", "resume", "shutdown", "size", "suspend",
+]

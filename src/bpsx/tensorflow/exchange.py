@@ -1,0 +1,97 @@
+"""The exchange of the gradients of one tape or optimizer."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from bpsx import _adapter
+from bpsx.choices import Params, choose
+from bpsx.errors import ConfigError
+from bpsx.tensorflow.compression import Compressor, NoneCompressor, check_compression
+from bpsx.tensorflow.ops import check_summable
+from bpsx.tensorflow.raw import sums
+from bpsx.tensorflow.sparse import sum_of_slices
+
+PREFIX = "Gradient."
+#: Under this, with the first variable's name, eager workers count who has which gradients.
+USERS = "Users of gradients from "
+
+
+def names_of(sources: Sequence[Any]) -> list[str]:
+    """A name for each source, alike on all workers: a variable's own, with a number if it is not the first of that name."""
+    seen: Counter[str] = Counter()
+    found = []
+    for i, source in enumerate(sources):
+        name = getattr(source, "path", None) or (source.name if isinstance(source, tf.Variable) else f"source.{i}")
+        seen[name] += 1
+        found.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return found
+
+
+class Exchange:
+    """Sums or averages gradients. Thread-safe in what it calls; one thread at a time may call it first.
+
+    ``compression``: as a type before the exchange; ``params``: ``compression_params``, on the way. ``sparse_as_dense``: nothing travels as
+    IndexedSlices. Raises :class:`ConfigError`.
+    """
+
+    def __init__(self, verb: str, average: bool, compression: type[Compressor], params: Params, sparse_as_dense: bool) -> None:
+        check_compression(compression, verb)
+        if params and compression is not NoneCompressor:
+            raise ConfigError(f"{verb}: compression={compression.__name__} and compression_params: give one of them")
+        self._verb, self._average, self._compression, self._params, self._as_dense = verb, average, compression, params, sparse_as_dense
+        self._declared: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()      # by session
+
+    def declare(self, names: Sequence[str]) -> None:
+        """Say how they travel, once in a job."""
+        session = _adapter.session()
+        known = self._declared.setdefault(session, set())
+        new = [name for name in names if name not in known]
+        if not new:
+            return
+        choices = choose(self._params, names, self._verb, {})
+        for name in new:
+            session.declare(PREFIX + name, choices.get(name), anew=True)
+        known.update(new)
+
+    def __call__(self, gradients: Sequence[Any], sources: Sequence[Any], rate: Any = None) -> list[Any]:
+        """The sums or averages of ``gradients``, each of which is a tensor, IndexedSlices or None; ``sources``: what they are the gradients of.
+
+        ``rate``: the learning rate, a number or a scalar tensor. None stays None if no worker has a gradient for that source: for graphs, see "The
+        TensorFlow plugin" in ARCHITECTURE.md.
+        """
+        names = names_of(sources)
+        self.declare(names)
+        found: list[Any] = [tf.convert_to_tensor(g) if self._as_dense and isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        eager = tf.executing_eagerly()
+        dense = [i for i, g in enumerate(found) if not isinstance(g, tf.IndexedSlices) and (g is not None or eager)]
+        given = [found[i] if found[i] is not None else _zeros(sources[i]) for i in dense]
+        for i, gradient in zip(dense, given, strict=True):
+            check_summable(gradient, f"{self._verb}: gradient of {names[i]!r}")
+        wires = [self._compression.compress(g) for g in given]
+        tensors, wanted, urgent = [w for w, _ in wires], [PREFIX + names[i] for i in dense], [-i for i in dense]
+        if eager and dense:
+            tensors.append(tf.constant([int(found[i] is not None) for i in dense], tf.int32))
+            wanted.append(USERS + names[dense[0]])
+            urgent.append(-len(found))
+        totals = self._sums(tensors, wanted, urgent, rate)
+        users = totals.pop().numpy() if eager and dense else [1] * len(dense)
+        for i, total, (_, ctx), used in zip(dense, totals, wires, users, strict=True):
+            found[i] = self._compression.decompress(total, ctx) if used else None
+        for i, gradient in enumerate(found):
+            if isinstance(gradient, tf.IndexedSlices):
+                check_summable(gradient.values, f"{self._verb}: gradient of {names[i]!r}")
+                found[i] = sum_of_slices(gradient, PREFIX + names[i], self._average, self._compression)
+        return found
+
+    def _sums(self, tensors: list[tf.Tensor], names: list[str], priorities: list[int], rate: Any) -> list[tf.Tensor]:
+        return sums(tensors, names, average=self._average, priorities=priorities, rate=rate)
+
+
+def _zeros(source: Any) -> tf.Tensor:
+    return tf.zeros(source.shape, source.dtype)

@@ -1,0 +1,57 @@
+"""DistributedGradientTape: a tape whose gradients are those of all workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from bpsx import _adapter
+from bpsx.choices import Params
+from bpsx.errors import ConfigError
+from bpsx.tensorflow.compression import Compression, Compressor
+from bpsx.tensorflow.exchange import Exchange
+from bpsx.tensorflow.reductions import averages
+from bpsx.tensorflow.tracing import as_it_is
+
+
+class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
+    """What :func:`DistributedGradientTape` returns: the given tape, by whose state it works, with another :meth:`gradient`."""
+
+    _exchange: Exchange
+
+    @as_it_is
+    def gradient(
+        self, target: Any, sources: Any, output_gradients: Any = None, unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        """As :meth:`tf.GradientTape.gradient`, and then summed or averaged over all workers, who have to ask for the gradients of the same sources in
+        the same order. ``sources`` and result may be any structure."""
+        gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
+        if _adapter.session().config.asynchronous:
+            raise ConfigError("DistributedGradientTape: with BYTEPS_ENABLE_ASYNC=1 servers add up what workers push, which has to be changes of "
+                              "weights: use DistributedOptimizer")
+        flat = tf.nest.flatten(sources)
+        found = tf.nest.flatten(gradients, expand_composites=False)
+        return tf.nest.pack_sequence_as(sources, self._exchange(found, flat))
+
+
+def DistributedGradientTape(
+    gradtape: tf.GradientTape, device_dense: str = "", device_sparse: str = "", compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False, op: Any = None, compression_params: Params = None,
+) -> Any:
+    """A tape that does what ``gradtape`` does, and whose :meth:`gradient` gives sums or averages over all workers.
+
+    ``gradtape``: a :class:`tf.GradientTape`, persistent or not, before, while or after it records; both share what is recorded. ``op``: ``Average``
+    (the default) or ``Sum``. ``sparse_as_dense``: gradients that are IndexedSlices travel as dense tensors. ``compression_params``: as for
+    :func:`bpsx.torch.DistributedOptimizer`, one for all or by variables' names. ``device_dense`` and ``device_sparse`` are BytePS's and ignored.
+
+    Raises :class:`~bpsx.errors.ConfigError`.
+    """
+    if not isinstance(gradtape, tf.GradientTape):
+        raise ConfigError(f"DistributedGradientTape: a tf.GradientTape is needed, not {type(gradtape).__name__}")
+    exchange = Exchange("DistributedGradientTape", averages(op, None, "DistributedGradientTape"), compression, compression_params, sparse_as_dense)
+    cls = type(gradtape)
+    made: Any = object.__new__(type(cls.__name__, (_DistributedGradientTape, cls), {"__module__": cls.__module__}))
+    made.__dict__ = gradtape.__dict__
+    made._exchange = exchange
+    return made

@@ -1,0 +1,20 @@
+"""What TensorFlow's tracing has to know of functions of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def as_it_is(function: F) -> F:
+    """A function whose Python AutoGraph shall not rewrite: it says itself what belongs into a graph."""
+    return tf.autograph.experimental.do_not_convert(function)  # type: ignore[no-any-return]
+
+
+def gradient_of(operation: str) -> Callable[[F], F]:
+    """Registers a function as the gradient of an operation."""
+    return tf.RegisterGradient(operation)  # type: ignore[no-any-return]

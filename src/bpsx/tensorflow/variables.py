@@ -1,0 +1,70 @@
+"""Making all workers start from one worker's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from bpsx import _adapter
+from bpsx._adapter import checked_root
+from bpsx.errors import ConfigError
+from bpsx.tensorflow.exchange import names_of
+from bpsx.tensorflow.ops import check_bytes
+from bpsx.tensorflow.raw import copies
+from bpsx.tensorflow.tracing import as_it_is
+
+
+@as_it_is
+def broadcast_variables(variables: Iterable[Any], root_rank: int, scope: str = "") -> Any:
+    """Assign to ``variables``, on all workers, what they are on worker ``root_rank``, bit for bit.
+
+    ``variables``: of TensorFlow or Keras, of any dtype but strings; all workers give the same in the same order. Returns an operation that does it
+    when it is run, in a v1 graph; otherwise None, and it is done, or part of the function that is being traced. On the wire a variable is called
+    ``scope + "Variable." + its name``.
+
+    Raises :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.dtypes.UnsupportedDType`; and as :func:`push_pull` does.
+    """
+    root = checked_root(root_rank, "broadcast_variables", _adapter.session().size)
+    given = list(variables)
+    for i, variable in enumerate(given):
+        if not hasattr(variable, "assign"):
+            raise ConfigError(f"broadcast_variables: element {i} is a {type(variable).__name__}; a variable is needed")
+    values = [tf.convert_to_tensor(variable) for variable in given]
+    names = [f"{scope}Variable.{name}" for name in names_of(given)]
+    for value, name in zip(values, names, strict=True):
+        check_bytes(value, f"broadcast_variables: {name!r}")
+    done = [variable.assign(copy) for variable, copy in zip(given, copies(values, names, root), strict=True)]
+    return None if tf.executing_eagerly() or tf.inside_function() else tf.group(*done)
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """The same for all global variables of the default v1 graph. Returns an operation.
+
+    Raises :class:`~bpsx.errors.ConfigError` in TensorFlow 2's eager code and functions, which have no collection of global variables.
+    """
+    if tf.executing_eagerly() or tf.inside_function():
+        raise ConfigError("broadcast_global_variables: there are global variables only in a v1 graph: give your variables to broadcast_variables()")
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
+    """Broadcasts all global variables when a v1 session has been created: for ``MonitoredTrainingSession`` and estimators.
+
+    ``device`` is BytePS's and ignored.
+    """
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        self.root_rank, self._operation, self._graph = root_rank, None, None
+
+    def begin(self) -> None:
+        """Add the operation to the graph, once for each graph."""
+        graph = tf.compat.v1.get_default_graph()
+        if self._operation is None or self._graph is not graph:
+            self._operation, self._graph = broadcast_global_variables(self.root_rank), graph
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Run it."""
+        session.run(self._operation)

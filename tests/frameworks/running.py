@@ -1,0 +1,93 @@
+"""Runs functions of a test module in every worker of a local job and brings their results back; or any command, by ``bpsx-run``.
+
+``torch_job`` and ``tensorflow_job`` say what a worker of each framework does with them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import secrets
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from jobs import Job
+
+HERE = Path(__file__).parent
+JOB_SECONDS = 150.0
+
+
+class Finished(NamedTuple):
+    """``results[rank][function]`` is what the function returned there; a worker that died left none."""
+
+    status: int
+    output: str
+    results: dict[int, dict[str, Any]]
+
+
+def launch(command: list[str], workers: int, servers: int, processes: int = 1, **environment: str) -> tuple[int, str]:
+    """Run ``command`` in ``processes`` processes on each of ``workers`` imitated machines; returns the launcher's status and all output.
+
+    A job that does not end is killed.
+    """
+    quick = {"OMP_NUM_THREADS": "1", "BPSX_RENDEZVOUS_TIMEOUT": "60", "BPSX_DEADLOCK_SECONDS": "8", **environment}
+    job = subprocess.Popen(
+        [sys.executable, "-m", "bpsx.launch", "--local", "--workers", str(workers), "--servers", str(servers),
+         "--processes", str(processes), *command],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env={**os.environ, **quick})
+    try:
+        output, _ = job.communicate(timeout=JOB_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        output, _ = job.communicate()
+        output += f"\n[killed after {JOB_SECONDS} s]"
+    return job.returncode, output
+
+
+def source_of(job: str, module_file: str, functions: list[str], out: Path) -> str:
+    """What a worker runs that calls ``functions`` of ``module_file`` and leaves what they return in ``out``. ``job``: the module that knows how."""
+    paths = [str(HERE), str(HERE.parent)]
+    return f"import sys\nsys.path[:0] = {paths!r}\nimport {job}\n{job}.work({module_file!r}, {str(out)!r}, {functions!r})"
+
+
+def run_job(job: str, module_file: str, functions: list[str], out: Path, workers: int = 2, servers: int = 1, processes: int = 1, *,
+            apart: bool = False, **environment: str) -> Finished:
+    """Call ``functions`` of ``module_file`` one after the other in each worker, between ``init`` and ``shutdown``.
+
+    ``apart``: workers do not come out of one process, which has one seed for hashes, and so one order in sets of strings; see :mod:`forking`.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    source = source_of(job, module_file, functions, out)
+    quick = {"BPSX_DEADLOCK_SECONDS": "8", "BPSX_SECRET": secrets.token_hex(16)}        # as bpsx-run gives its jobs one
+    alone = workers * processes + servers == 1
+    seeds = {i: {"PYTHONHASHSEED": str(i + 1)} for i in range(workers * processes)} if apart else None
+    with Job(source, workers * processes, servers, processes=processes, env={**quick, **environment}, worker_env=seeds, alone=alone) as running:
+        statuses = [p.wait(JOB_SECONDS) for p in running.processes]
+        output = "\n".join(p.text() for p in running.processes)
+    results = {int(f.stem): pickle.loads(f.read_bytes()) for f in out.glob("*.pickle")}
+    return Finished(next((s for s in statuses if s), 0), output, results)
+
+
+def each(job: Finished, name: str) -> list[Any]:
+    """What function ``name`` has returned, by worker."""
+    return [job.results[rank][name] for rank in sorted(job.results)]
+
+
+def module_at(file: str) -> ModuleType:
+    """The test module, as a worker imports it."""
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module       # where TensorFlow looks for the functions that it rewrites
+    spec.loader.exec_module(module)
+    return module
+
+
+def leave(results: dict[str, Any], out: str, rank: int) -> None:
+    """What a worker does with its results."""
+    (Path(out) / f"{rank}.pickle").write_bytes(pickle.dumps(results))

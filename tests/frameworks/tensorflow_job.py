@@ -1,0 +1,32 @@
+"""What a worker of a test of bpsx.tensorflow does; see :mod:`running`."""
+
+from __future__ import annotations
+
+import functools
+
+from frameworks import running
+from frameworks.running import Finished, each
+
+__all__ = ["Finished", "each", "run_job", "work"]
+
+#: TensorFlow's lines about itself, and a GPU that a test of the host has no use for.
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
+run_job = functools.partial(running.run_job, "tensorflow_job", **QUIET)
+
+
+def work(module_file: str, out: str, functions: list[str]) -> None:
+    """Call ``functions`` between ``init`` and ``shutdown``. What they return has to be made of NumPy's and Python's."""
+    import tensorflow as tf
+
+    import bpsx.tensorflow as bps
+
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    module = running.module_at(module_file)
+    bps.init()
+    rank, results = bps.rank(), {}
+    for name in functions:
+        tf.random.set_seed(100 + rank)      # whatever must be alike on the workers has to be made so by the test
+        results[name] = getattr(module, name)()
+    running.leave(results, out, rank)
+    bps.shutdown()
