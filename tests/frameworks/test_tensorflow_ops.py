@@ -120,11 +120,7 @@ def job_loops_and_branches() -> Any:
 
     @tf.function
     def branch(x: tf.Tensor) -> tf.Tensor:
-        if x > 0:
-            y = bps.push_pull(x, op=bps.Sum, name="above")
-        else:
-            y = bps.push_pull(x, name="below")
-        return y
+        return tf.cond(x > 0, lambda: bps.push_pull(x, op=bps.Sum, name="above"), lambda: bps.push_pull(x, name="below"))
 
     return loop(tf.constant(40)).numpy(), [float(branch(tf.constant(x))) for x in (3.0, -4.0)]
 

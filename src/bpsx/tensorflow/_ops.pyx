@@ -26,7 +26,19 @@ cdef extern from *:
     """
     void bpsx_tensorflow_register(void);
     __attribute__((constructor)) static void bpsx_tensorflow_loaded(void) { bpsx_tensorflow_register(); }
+
+    /* What Python keeps of a thread costs a mapping of memory to make: TensorFlow's threads, which stay, are known to it from their first call on. */
+    static void bpsx_attach(void) {
+        static __thread int attached;
+        if (attached) return;
+        attached = 1;
+        if (PyGILState_GetThisThreadState() == NULL) {
+            (void)PyGILState_Ensure();
+            (void)PyEval_SaveThread();
+        }
+    }
     """
+    void attach "bpsx_attach"() noexcept nogil
 
 cdef Api api
 cdef Calls calls
@@ -251,6 +263,7 @@ cdef void drain() noexcept nogil:
     """Begin what waits. One thread does it for all: the others would queue for the GIL."""
     cdef Call *call
     cdef Call *following
+    attach()
     with gil:
         bury()
         while True:

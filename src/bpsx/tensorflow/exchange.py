@@ -76,7 +76,8 @@ class Exchange:
         wires = [self._compression.compress(g) for g in given]
         tensors, wanted, urgent = [w for w, _ in wires], [PREFIX + names[i] for i in dense], [-i for i in dense]
         if eager and dense:
-            tensors.append(tf.constant([int(found[i] is not None) for i in dense], tf.int32))
+            one = _adapter.session().size if self._average else 1        # it goes with gradients that are averaged: the mean shall be the number
+            tensors.append(tf.constant([one * (found[i] is not None) for i in dense], tf.int32))
             wanted.append(USERS + names[dense[0]])
             urgent.append(-len(found))
         totals = self._sums(tensors, wanted, urgent, rate)

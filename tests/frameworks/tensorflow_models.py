@@ -1,0 +1,44 @@
+"""Models and data for tests of bpsx.tensorflow: small, and alike wherever they are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+BATCH = 8
+
+
+def data(steps: int = 4, workers: int = 2) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, workers, BATCH, 6) and labels (steps, workers, BATCH) of three classes."""
+    rng = np.random.default_rng(5)
+    return rng.normal(size=(steps, workers, BATCH, 6)).astype(np.float32), rng.integers(0, 3, (steps, workers, BATCH))
+
+
+def mlp() -> Any:
+    """A Keras model of two layers, whose weights depend on nothing."""
+    import keras
+
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(10, activation="tanh"), keras.layers.Dense(3)])
+    rng = np.random.default_rng(6)
+    model.set_weights([rng.normal(size=w.shape).astype(np.float32) * 0.3 for w in model.get_weights()])
+    return model
+
+
+def loss_of(model: Any, x: Any, y: Any) -> tf.Tensor:
+    """The mean over the batch: so the average of two workers' gradients is that of the joined batch."""
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=model(x, training=True)))
+
+
+def joined(steps: int = 4) -> list[np.ndarray]:
+    """The weights after training alone, on all workers' batches, with SGD and momentum."""
+    import keras
+
+    model, optimizer = mlp(), keras.optimizers.SGD(0.1, momentum=0.9)
+    inputs, labels = data(steps)
+    for x, y in zip(inputs, labels, strict=True):
+        with tf.GradientTape() as tape:
+            loss = loss_of(model, x.reshape(-1, 6), y.reshape(-1))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    return [np.array(w) for w in model.get_weights()]
