@@ -69,8 +69,12 @@ def run_job(job: str, module_file: str, functions: list[str], out: Path, workers
     with Job(source, workers * processes, servers, processes=processes, env={**quick, **environment}, worker_env=seeds, alone=alone) as running:
         statuses = [p.wait(JOB_SECONDS) for p in running.processes]
         output = "\n".join(p.text() for p in running.processes)
-    results = {int(f.stem): pickle.loads(f.read_bytes()) for f in out.glob("*.pickle")}
-    return Finished(next((s for s in statuses if s), 0), output, results)
+    return Finished(next((s for s in statuses if s), 0), output, left_in(out))
+
+
+def left_in(out: Path) -> dict[int, dict[str, Any]]:
+    """What workers have left there, by rank."""
+    return {int(f.stem): pickle.loads(f.read_bytes()) for f in out.glob("*.pickle")}
 
 
 def each(job: Finished, name: str) -> list[Any]:

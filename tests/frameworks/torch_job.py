@@ -7,9 +7,9 @@ import functools
 import torch
 
 from frameworks import running
-from frameworks.running import HERE, Finished, each, launch
+from frameworks.running import HERE, Finished, each, launch, left_in
 
-__all__ = ["HERE", "Finished", "each", "launch", "run_job", "source_of", "work"]
+__all__ = ["HERE", "Finished", "each", "launch", "left_in", "run_job", "source_of", "work"]
 
 source_of = functools.partial(running.source_of, "torch_job")
 run_job = functools.partial(running.run_job, "torch_job")

@@ -1,0 +1,80 @@
+"""What the user of bpsx.tensorflow sees when somebody dies, and when calls are left behind."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from tensorflow_job import QUIET
+
+from jobs import Job
+
+_START = """
+    import tensorflow as tf
+    import bpsx.tensorflow as bps
+    bps.init()
+"""
+_LOOP = _START + """
+    variables = [tf.Variable(tf.ones(1000), name=f"v{i}") for i in range(20)]
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = sum(tf.reduce_sum(v * x) for v in variables)
+        for v, g in zip(variables, bps.DistributedGradientTape(tape).gradient(loss, variables)):
+            v.assign_sub(g)
+        return loss
+
+    def eager(x):
+        return step.python_function(x)
+
+    run = step if os.environ["WAY"] == "traced" else eager
+    run(tf.constant(1.0))
+    report("running")
+    try:
+        while True:
+            run(tf.constant(1.0))
+    except tf.errors.OpError as e:
+        report([type(e).__name__, e.message])
+    try:
+        run(tf.constant(1.0))
+    except tf.errors.OpError as e:
+        report(type(e).__name__)
+    sys.exit(5)
+"""
+_LEFT = _START + """
+    import threading
+
+    if bps.rank() == 0:
+        threading.Thread(target=lambda: bps.push_pull(tf.ones(3), name="alone"), daemon=True).start()
+        bps.push_pull(tf.ones(3), name="together")
+        report("under way")
+    else:
+        bps.push_pull(tf.ones(3), name="together")
+        hear()
+"""
+
+
+@pytest.mark.parametrize("way", ["traced", "eager"])
+@pytest.mark.parametrize("victim", ["server", "worker"])
+def test_a_death_ends_the_training_loop_with_its_name(victim, way):
+    env = {**QUIET, "WAY": way, "PS_HEARTBEAT_INTERVAL": "0.5", "PS_HEARTBEAT_TIMEOUT": "5"}
+    with Job(_LOOP, workers=2, servers=1, env=env) as job:
+        for worker in job.workers:
+            worker.wait_for_line("running")
+        dead = job.servers[0] if victim == "server" else job.workers[1]
+        dead.signal(signal.SIGKILL)
+        for worker in [w for w in job.workers if w is not dead]:
+            assert worker.wait() == 5, worker.text()
+            _, (kind, text), again = worker.reports()
+            assert kind == again == "AbortedError" and "PeerLostError" in text, text
+            assert f"{'server 0' if victim == 'server' else 'worker 1'} (127.0.0.1, pid {dead.popen.pid})" in text
+
+
+def test_a_call_under_way_does_not_keep_a_process_from_ending():
+    with Job(_LEFT, workers=2, servers=1, env={**QUIET, "BPSX_SHUTDOWN_TIMEOUT": "1"}) as job:
+        job.workers[0].wait_for_line("under way")
+        job.workers[0].wait(60)
+        assert "AbortedError" in job.workers[0].text() and "ShutdownError: bpsx was shut down while this was under way" in job.workers[0].text()
+        job.workers[1].say("go")
+        job.workers[1].wait(60)
