@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import pickle
 import secrets
 import signal
 import subprocess
@@ -69,12 +68,8 @@ def run_job(job: str, module_file: str, functions: list[str], out: Path, workers
     with Job(source, workers * processes, servers, processes=processes, env={**quick, **environment}, worker_env=seeds, alone=alone) as running:
         statuses = [p.wait(JOB_SECONDS) for p in running.processes]
         output = "\n".join(p.text() for p in running.processes)
-    return Finished(next((s for s in statuses if s), 0), output, left_in(out))
-
-
-def left_in(out: Path) -> dict[int, dict[str, Any]]:
-    """What workers have left there, by rank."""
-    return {int(f.stem): pickle.loads(f.read_bytes()) for f in out.glob("*.pickle")}
+    load = importlib.import_module(f"frameworks.{job}").load
+    return Finished(next((s for s in statuses if s), 0), output, {int(f.stem): load(f) for f in out.glob("*.results")})
 
 
 def each(job: Finished, name: str) -> list[Any]:
@@ -92,6 +87,6 @@ def module_at(file: str) -> ModuleType:
     return module
 
 
-def leave(results: dict[str, Any], out: str, rank: int) -> None:
-    """What a worker does with its results."""
-    (Path(out) / f"{rank}.pickle").write_bytes(pickle.dumps(results))
+def place(out: str, rank: int) -> Path:
+    """Where a worker leaves its results, for its framework's ``load``."""
+    return Path(out) / f"{rank}.results"

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import functools
+import pickle
+from pathlib import Path
+from typing import Any
 
 from frameworks import running
 from frameworks.running import Finished, each
 
-__all__ = ["Finished", "each", "run_job", "work"]
+__all__ = ["Finished", "each", "load", "run_job", "work"]
 
 #: TensorFlow's lines about itself, and a GPU that a test of the host has no use for.
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
 run_job = functools.partial(running.run_job, "tensorflow_job", **QUIET)
+
+
+def load(file: Path) -> dict[str, Any]:
+    """What a worker has left."""
+    found: dict[str, Any] = pickle.loads(file.read_bytes())
+    return found
 
 
 def work(module_file: str, out: str, functions: list[str]) -> None:
@@ -28,5 +37,5 @@ def work(module_file: str, out: str, functions: list[str]) -> None:
     for name in functions:
         tf.random.set_seed(100 + rank)      # whatever must be alike on the workers has to be made so by the test
         results[name] = getattr(module, name)()
-    running.leave(results, out, rank)
+    running.place(out, rank).write_bytes(pickle.dumps(results))
     bps.shutdown()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch_job import left_in, run_job, source_of
+from torch_job import load, run_job, source_of
 
 import bpsx.torch as bps
 from bpsx.errors import BpsxError
@@ -123,7 +123,7 @@ def test_one_worker_without_servers(tmp_path: Path) -> None:
         assert alone.wait(100) == 0, alone.text()
     finally:
         alone.end()
-    check_alone(left_in(tmp_path)[0]["job_alone"])
+    check_alone(load(tmp_path / "0.results")["job_alone"])
 
 
 def test_one_worker_with_a_server(tmp_path: Path) -> None:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from frameworks import running
-from frameworks.running import HERE, Finished, each, launch, left_in
+from frameworks.running import HERE, Finished, each, launch
 
-__all__ = ["HERE", "Finished", "each", "launch", "left_in", "run_job", "source_of", "work"]
+__all__ = ["HERE", "Finished", "each", "launch", "load", "run_job", "source_of", "work"]
 
 source_of = functools.partial(running.source_of, "torch_job")
 run_job = functools.partial(running.run_job, "torch_job")
+
+
+def load(file: Path) -> dict[str, Any]:
+    """What a worker has left."""
+    found: dict[str, Any] = torch.load(file, weights_only=False)
+    return found
 
 
 def work(module_file: str, out: str, functions: list[str]) -> None:
@@ -26,5 +34,5 @@ def work(module_file: str, out: str, functions: list[str]) -> None:
     for name in functions:
         torch.manual_seed(100 + rank)       # whatever must be alike on the workers has to be made so by the test
         results[name] = getattr(module, name)()
-    running.leave(results, out, rank)
+    torch.save(results, running.place(out, rank))
     bps.shutdown()
