@@ -30,12 +30,14 @@ from bpsx.api import (  # noqa: E402
 )
 from bpsx.tensorflow.compression import Compression  # noqa: E402
 from bpsx.tensorflow.ops import UnsupportedTensor, broadcast, push_pull  # noqa: E402
+from bpsx.tensorflow.optimizer import DistributedOptimizer  # noqa: E402
 from bpsx.tensorflow.reductions import Adasum, Average, ReduceOps, Sum, handle_average_backwards_compatibility  # noqa: E402
 from bpsx.tensorflow.tape import DistributedGradientTape  # noqa: E402
 from bpsx.tensorflow.variables import BroadcastGlobalVariablesHook, broadcast_global_variables, broadcast_variables  # noqa: E402
 
 __all__ = [
-    "Adasum", "Average", "BroadcastGlobalVariablesHook", "Compression", "DistributedGradientTape", "ReduceOps", "Sum", "UnsupportedTensor", "barrier",
-    "broadcast", "broadcast_global_variables", "broadcast_variables", "get_pushpull_speed", "handle_average_backwards_compatibility", "init", "join",
-    "local_rank", "local_size", "push_pull", "rank", "resume", "shutdown", "size", "suspend",
+    "Adasum", "Average", "BroadcastGlobalVariablesHook", "Compression", "DistributedGradientTape", "DistributedOptimizer", "ReduceOps", "Sum",
+    "UnsupportedTensor", "barrier", "broadcast", "broadcast_global_variables", "broadcast_variables", "get_pushpull_speed",
+    "handle_average_backwards_compatibility", "init", "join", "local_rank", "local_size", "push_pull", "rank", "resume", "shutdown", "size",
+    "suspend",
 ]

@@ -45,6 +45,7 @@ class Exchange:
         if params and compression is not NoneCompressor:
             raise ConfigError(f"{verb}: compression={compression.__name__} and compression_params: give one of them")
         self._verb, self._average, self._compression, self._params, self._as_dense = verb, average, compression, params, sparse_as_dense
+        self._rates = False         # whether compression needs the learning rate
         self._declared: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()      # by session
 
     def declare(self, names: Sequence[str]) -> None:
@@ -55,6 +56,7 @@ class Exchange:
         if not new:
             return
         choices = choose(self._params, names, self._verb, {})
+        self._rates = self._rates or any(choice.ef == "corrected" for choice in choices.values())
         for name in new:
             session.declare(PREFIX + name, choices.get(name), anew=True)
         known.update(new)
@@ -91,7 +93,7 @@ class Exchange:
         return found
 
     def _sums(self, tensors: list[tf.Tensor], names: list[str], priorities: list[int], rate: Any) -> list[tf.Tensor]:
-        return sums(tensors, names, average=self._average, priorities=priorities, rate=rate)
+        return sums(tensors, names, average=self._average, priorities=priorities, rate=rate if self._rates else None)
 
 
 def _zeros(source: Any) -> tf.Tensor:

@@ -1,0 +1,147 @@
+"""DistributedOptimizer for Keras: an optimizer that applies the gradients of all workers."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from bpsx import _adapter
+from bpsx.choices import Params
+from bpsx.errors import ConfigError
+from bpsx.tensorflow.asynchronous import Weights
+from bpsx.tensorflow.compression import Compression, Compressor
+from bpsx.tensorflow.exchange import Exchange
+from bpsx.tensorflow.reductions import averages
+from bpsx.tensorflow.tracing import as_it_is
+
+_VERB = "DistributedOptimizer"
+LossScale = keras.optimizers.LossScaleOptimizer
+
+
+class _Distributed:
+    """What is put before the class of the user's optimizer. Keras calls :meth:`apply` from all ways in."""
+
+    _bpsx_exchange: Exchange
+    _bpsx_weights: Weights
+
+    @as_it_is
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        """As the optimizer's own ``apply``, with the sums or averages of all workers' gradients."""
+        this: Any = self
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+            if not this.built:
+                with keras.name_scope(this.name):
+                    this.build(trainable_variables)
+        variables = this._trainable_variables if trainable_variables is None else trainable_variables
+        base: Any = super()
+        if _adapter.session().config.asynchronous:
+            return self._bpsx_weights.step(lambda: base.apply(grads, trainable_variables), variables)
+        return base.apply(self._exchanged(list(grads), variables), trainable_variables)
+
+    def _exchanged(self, gradients: list[Any], variables: Any) -> list[Any]:
+        """The gradients to apply. Where the optimizer adds up those of several steps, workers exchange those sums in the last of them: it gets their
+        average, finds nothing added up, and divides."""
+        this: Any = self
+        steps = None if isinstance(this, LossScale) else this.gradient_accumulation_steps
+        if not steps:
+            return self._bpsx_exchange(gradients, variables, rate=this.learning_rate)
+        own = [g if g is None else tf.convert_to_tensor(g) for g in gradients]
+        there = [i for i, g in enumerate(own) if g is not None]
+        kept = [this._accumulated_gradients[this._get_variable_index(variables[i])] for i in there]
+
+        def last() -> list[Any]:
+            sums = [own[i] + tf.convert_to_tensor(k) for i, k in zip(there, kept, strict=True)]
+            found = self._bpsx_exchange(sums, [variables[i] for i in there], rate=this.learning_rate)
+            for k in kept:
+                k.assign(tf.zeros_like(k))
+            return found
+
+        is_last = tf.equal((tf.convert_to_tensor(this._iterations) + 1) % steps, 0)
+        found = tf.cond(is_last, last, lambda: [tf.identity(own[i]) for i in there])
+        for i, gradient in zip(there, found, strict=True):
+            own[i] = gradient
+        return own
+
+    @property
+    def loss_scale_factor(self) -> Any:
+        """As Keras has it. Its LossScaleOptimizer, which ``compile`` puts around an optimizer under mixed_float16, sets this when it is made: so here
+        we hear of that. It applies nothing where a gradient is not finite, and with that a worker's exchange would be left out. So it takes the
+        exchange over: what it looks at are everybody's sums."""
+        frame: Any = sys._getframe(1)       # Keras's own ways to set an attribute, which begin by looking at it; then who sets it
+        while frame is not None and frame.f_locals.get("self") is self:
+            frame = frame.f_back
+        outer = None if frame is None else frame.f_locals.get("self")
+        if isinstance(outer, LossScale) and getattr(outer, "inner_optimizer", None) is self:
+            adopt(outer, self._bpsx_exchange, self._bpsx_weights)
+            object.__setattr__(self, "__class__", type(self).__mro__[2])
+        return self.__dict__["loss_scale_factor"]
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value: Any) -> None:
+        self.__dict__["loss_scale_factor"] = value
+
+
+def adopt(optimizer: Any, exchange: Exchange, weights: Weights) -> Any:
+    """Make ``optimizer`` itself a distributed one. Saved models name its class, which is loaded without bpsx as well: so it is called the same."""
+    cls = type(optimizer)
+    optimizer.__dict__.update(_bpsx_exchange=exchange, _bpsx_weights=weights)
+    ours = type(cls.__name__, (_Distributed, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    object.__setattr__(optimizer, "__class__", ours)       # Keras follows what is set in its own way
+    return optimizer
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether it exchanges gradients."""
+    return isinstance(optimizer, _Distributed)
+
+
+def distributed(optimizer: Any, exchange: Exchange) -> Any:
+    """A distributed optimizer that shares all state with ``optimizer``."""
+    made = object.__new__(type(optimizer))
+    object.__setattr__(made, "__dict__", optimizer.__dict__)
+    return adopt(made, exchange, Weights())
+
+
+def DistributedOptimizer(
+    optimizer: Any, name: str | None = None, device_dense: str = "", device_sparse: str = "", compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False, op: Any = None, backward_passes_per_step: int = 1, compression_params: Params = None,
+) -> Any:
+    """A Keras optimizer that applies the averages (``op=Sum``: sums) of all workers' gradients, and otherwise is ``optimizer``.
+
+    ``optimizer``: any of Keras 3; both share all state. A :class:`keras.optimizers.LossScaleOptimizer` looks at the averages, so that an overflow on
+    one worker is one on all, also where ``compile`` puts it around what this returns. ``backward_passes_per_step``: Keras's
+    ``gradient_accumulation_steps``, which it sets: the mean of so many steps' gradients is applied in the last of them, and only that one exchanges.
+    ``sparse_as_dense``: embeddings' gradients travel as dense tensors. ``compression_params``: as for :func:`bpsx.torch.DistributedOptimizer`, one
+    for all or by variables' paths; ``mu`` has to be given with ``momentum``. ``name``, ``device_dense`` and ``device_sparse`` are BytePS's and
+    ignored.
+
+    Saved models have the class of ``optimizer``: load them with :func:`load_model` to go on with several workers. In asynchronous training
+    the weights' changes travel, see ``docs/async.md``. Raises :class:`~bpsx.errors.ConfigError`.
+    """
+    if keras.backend.backend() != "tensorflow":
+        raise ConfigError(f"{_VERB}: Keras works on {keras.backend.backend()} here; with bpsx.tensorflow it has to be TensorFlow: set "
+                          "KERAS_BACKEND=tensorflow")
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ConfigError(f"{_VERB}: an optimizer of Keras 3 is needed, not {type(optimizer).__name__}")
+    if is_distributed(optimizer):
+        raise ConfigError(f"{_VERB}: this {type(optimizer).__name__} is distributed already")
+    exchange = Exchange(_VERB, averages(op, None, _VERB), compression, compression_params, sparse_as_dense)
+    _set_passes(optimizer, backward_passes_per_step)
+    return distributed(optimizer, exchange)
+
+
+def _set_passes(optimizer: Any, passes: Any) -> None:
+    if not isinstance(passes, int) or passes < 1:
+        raise ConfigError(f"{_VERB}: backward_passes_per_step={passes!r}: allowed are integers from 1")
+    if passes == 1:
+        return
+    inner = optimizer.inner_optimizer if isinstance(optimizer, LossScale) else optimizer
+    if inner.built or inner.gradient_accumulation_steps not in (None, passes):
+        raise ConfigError(f"{_VERB}: backward_passes_per_step={passes} sets gradient_accumulation_steps, which is "
+                          f"{inner.gradient_accumulation_steps} in an optimizer that has{'' if inner.built else ' not'} been built: give one of "
+                          "them, before it is built")
+    inner.gradient_accumulation_steps = passes

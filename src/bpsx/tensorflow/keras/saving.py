@@ -1,0 +1,28 @@
+"""Loading saved Keras models for training with several workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+from bpsx.choices import Params
+from bpsx.tensorflow.compression import Compression, Compressor
+from bpsx.tensorflow.keras.optimizer import DistributedOptimizer
+
+
+def load_model(
+    filepath: Any, custom_optimizers: Iterable[type] | None = None, custom_objects: dict[str, Any] | None = None,
+    compression: type[Compressor] = Compression.none, compression_params: Params = None,
+) -> Any:
+    """As :func:`keras.models.load_model`, and the model's optimizer, with what it has learnt, is distributed.
+
+    ``custom_optimizers``: classes of optimizers that Keras does not know; ``custom_objects``: other things, by name. Raises what Keras raises,
+    and :class:`~bpsx.errors.ConfigError`.
+    """
+    known = {cls.__name__: cls for cls in custom_optimizers or ()} | (custom_objects or {})
+    model = keras.models.load_model(filepath, custom_objects=known or None)
+    if getattr(model, "optimizer", None) is not None:
+        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, compression_params=compression_params)
+    return model
