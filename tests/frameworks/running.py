@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import importlib.util
+import json
 import os
 import secrets
 import signal
@@ -14,6 +17,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
+
+import pytest
 
 from jobs import Job
 
@@ -54,12 +59,37 @@ def source_of(job: str, module_file: str, functions: list[str], out: Path) -> st
     return f"import sys\nsys.path[:0] = {paths!r}\nimport {job}\n{job}.work({module_file!r}, {str(out)!r}, {functions!r})"
 
 
-def run_job(job: str, module_file: str, functions: list[str], out: Path, workers: int = 2, servers: int = 1, processes: int = 1, *,
-            apart: bool = False, **environment: str) -> Finished:
+def run_job(job: str, module_file: str, functions: list[str], out: Path | pytest.TempPathFactory, workers: int = 2, servers: int = 1,
+            processes: int = 1, *, apart: bool = False, **environment: str) -> Finished:
     """Call ``functions`` of ``module_file`` one after the other in each worker, between ``init`` and ``shutdown``.
+
+    ``out``: an empty folder for results; or pytest's maker of folders: then a job is run once for all processes of a test run.
 
     ``apart``: workers do not come out of one process, which has one seed for hashes, and so one order in sets of strings; see :mod:`forking`.
     """
+    options = (workers, servers, processes)
+    load = importlib.import_module(f"frameworks.{job}").load
+    if isinstance(out, Path):
+        status, output = _run(job, module_file, functions, out, *options, apart, environment)
+    else:
+        out, status, output = _run_once(job, module_file, functions, out, *options, apart, environment)
+    return Finished(status, output, {int(f.stem): load(f) for f in out.glob("*.results")})
+
+
+def _run_once(job: str, module_file: str, functions: list[str], folders: pytest.TempPathFactory, *how: Any) -> tuple[Path, int, str]:
+    common = folders.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else folders.getbasetemp()
+    known = hashlib.sha256(repr((module_file, functions, how)).encode()).hexdigest()[:16]
+    out, end = common / f"{Path(module_file).stem}-{known}", common / f"{Path(module_file).stem}-{known}.json"
+    with open(common / f"{known}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not end.exists():
+            end.write_text(json.dumps(_run(job, module_file, functions, out, *how)))
+        status, output = json.loads(end.read_text())
+    return out, status, output
+
+
+def _run(job: str, module_file: str, functions: list[str], out: Path, workers: int, servers: int, processes: int, apart: bool,
+         environment: dict[str, str]) -> tuple[int, str]:
     out.mkdir(parents=True, exist_ok=True)
     source = source_of(job, module_file, functions, out)
     quick = {"BPSX_DEADLOCK_SECONDS": "8", "BPSX_SECRET": secrets.token_hex(16)}        # as bpsx-run gives its jobs one
@@ -68,8 +98,7 @@ def run_job(job: str, module_file: str, functions: list[str], out: Path, workers
     with Job(source, workers * processes, servers, processes=processes, env={**quick, **environment}, worker_env=seeds, alone=alone) as running:
         statuses = [p.wait(JOB_SECONDS) for p in running.processes]
         output = "\n".join(p.text() for p in running.processes)
-    load = importlib.import_module(f"frameworks.{job}").load
-    return Finished(next((s for s in statuses if s), 0), output, {int(f.stem): load(f) for f in out.glob("*.results")})
+    return next((s for s in statuses if s), 0), output
 
 
 def each(job: Finished, name: str) -> list[Any]:

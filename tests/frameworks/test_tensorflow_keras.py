@@ -47,7 +47,8 @@ def fit(optimizer: Any, model: Any = None, callbacks: list[Any] | None = None, s
 def job_training() -> Any:
     """fit, in a function and eagerly, several steps in one execution, from weights that differ; alone on the joined batch."""
     found = {"alone": joined(STEPS)}
-    for name, options in (("fit", {}), ("eagerly", {"run_eagerly": True}), ("steps", {"steps_per_execution": 2})):
+    ways = {"fit": {}, "eagerly": {"run_eagerly": True}, "steps": {"steps_per_execution": 2}, "compiled": {"jit_compile": True}}
+    for name, options in ways.items():
         model = mlp()
         if bps.rank() == 1:
             model.set_weights([w + 1 for w in model.get_weights()])
@@ -72,7 +73,7 @@ def job_accumulation() -> Any:
     found = {"alone": alone_with(sgd(gradient_accumulation_steps=2, clipnorm=0.5))}
     for name, make in (("native", lambda: bpk.DistributedOptimizer(sgd(gradient_accumulation_steps=2, clipnorm=0.5))),
                        ("passes", lambda: bpk.DistributedOptimizer(sgd(clipnorm=0.5), backward_passes_per_step=2))):
-        for way, options in (("traced", {}), ("eager", {"run_eagerly": True})):
+        for way, options in (("traced", {}), ("eager", {"run_eagerly": True}), ("compiled", {"jit_compile": True})):
             before = session().counters()["push_pulls"]
             found[f"{name} {way}"] = weights(fit(make(), **options))
             found[f"{name} {way} count"] = session().counters()["push_pulls"] - before
@@ -178,6 +179,21 @@ def job_callbacks() -> Any:
     return found
 
 
+def job_auto() -> Any:
+    """What jit_compile="auto" comes to on a machine that has a GPU, for a distributed optimizer and another."""
+    real = tf.config.list_physical_devices
+    tf.config.list_physical_devices = lambda kind=None: [*real(kind), tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")]
+    try:
+        found = []
+        for optimizer in (bpk.DistributedOptimizer(sgd()), sgd()):
+            model = mlp()
+            model.compile(optimizer, LOSS, jit_compile="auto")
+            found.append(model.jit_compile)
+        return found
+    finally:
+        tf.config.list_physical_devices = real
+
+
 def job_refused() -> Any:
     calls: list[Any] = [
         lambda: bpk.DistributedOptimizer("sgd"), lambda: bpk.DistributedOptimizer(bpk.DistributedOptimizer(sgd())),
@@ -202,7 +218,7 @@ JOBS = [name for name in dir() if name.startswith("job_")]
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    done = run_job(__file__, JOBS, tmp_path_factory.mktemp("keras"), WORKERS)
+    done = run_job(__file__, JOBS, tmp_path_factory, WORKERS)
     assert done.status == 0, done.output
     return done
 
@@ -213,7 +229,7 @@ def same(a: list[np.ndarray], b: list[np.ndarray], tolerance: float = 1e-5) -> b
     return all(np.allclose(x, y, rtol=tolerance, atol=tolerance) for x, y in zip(a, b, strict=True))
 
 
-WAYS = {"fit": 1e-5, "eagerly": 1e-5, "steps": 1e-5, "fp16": 3e-3, "topk": 1e-3, "corrected": 1e-3}
+WAYS = {"fit": 1e-5, "eagerly": 1e-5, "steps": 1e-5, "compiled": 1e-5, "fp16": 3e-3, "topk": 1e-3, "corrected": 1e-3}
 
 
 @pytest.mark.parametrize(("way", "tolerance"), WAYS.items())
@@ -226,8 +242,8 @@ def test_two_workers_train_as_one_does_on_the_joined_batch(job, way, tolerance):
 def test_accumulated_gradients_travel_once(job):
     for found in each(job, "job_accumulation"):
         for name in ("native", "passes"):
-            assert same(found[f"{name} traced"], found["alone"]) and same(found[f"{name} eager"], found["alone"])
-            assert found[f"{name} traced count"] == 4 * STEPS // 2
+            assert all(same(found[f"{name} {way}"], found["alone"]) for way in ("traced", "eager", "compiled"))
+            assert found[f"{name} traced count"] == found[f"{name} compiled count"] == 4 * STEPS // 2
             assert found[f"{name} eager count"] == 5 * STEPS // 2       # and a vector of who has which gradients
 
 
@@ -265,6 +281,10 @@ def test_metrics_are_averaged(job):
     assert averaged == also and own != other
     for name in ("loss", "accuracy"):
         assert averaged[0][name] == pytest.approx((own[0][name] + other[0][name]) / 2)
+
+
+def test_auto_does_not_have_an_exchange_compiled_for_a_gpu(job):
+    assert each(job, "job_auto") == [[False, True]] * 2
 
 
 def test_refused(job):

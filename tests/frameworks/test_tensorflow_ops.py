@@ -255,6 +255,33 @@ def job_refused() -> Any:
     return told, float(bps.push_pull(1.0, op=bps.Sum, name="after"))
 
 
+def job_compiled() -> Any:
+    """In what XLA compiles: all types, values that nobody looks at, one name three times, a broadcast, a gradient."""
+    rank, before = bps.rank(), session().counters()["push_pulls"]
+
+    @tf.function(jit_compile=True)
+    def step(x: tf.Tensor) -> Any:
+        bps.push_pull(x, op=bps.Sum, name="unseen by XLA")
+        found = [bps.push_pull(tf.cast(x, name), op=bps.Sum, name=f"compiled {name}", priority=3) for name in BY_NAME]
+        thrice = [bps.push_pull(x + i, name="thrice \"compiled\" \\ \n") for i in range(3)]
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.reduce_sum(bps.push_pull(x, op=bps.Sum, name="compiled g") * (rank + 1.0))
+        return found, thrice, bps.broadcast(tf.cast(x, tf.complex64), 1, name="compiled b"), tape.gradient(y, x)
+
+    for _ in range(2):
+        found = tf.nest.map_structure(lambda t: t.numpy(), step(tf.constant([[1.0, 2.0]]) * (rank + 1)))
+    count = session().counters()["push_pulls"] - before
+    unknown = tf.function(lambda x: bps.push_pull(x, name="no shape"), jit_compile=True, input_signature=[tf.TensorSpec([None], tf.float32)])
+    different = tf.function(lambda: bps.push_pull(tf.zeros(3 + rank), name="different, compiled"), jit_compile=True)
+    try:
+        unknown(tf.ones(2))
+        told = []
+    except Exception as e:      # AutoGraph makes another of it, with its text
+        told = [str(e)]
+    return found, count, [*told, error_of(different)]
+
+
 def job_unknown_callbacks() -> Any:
     """If TensorFlow's callbacks were others: a call fails and says so, loading would, and nothing is the worse for it."""
     from bpsx.tensorflow import _ops
@@ -274,7 +301,7 @@ JOBS = [name for name in dir() if name.startswith("job_")]
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    done = run_job(__file__, JOBS, tmp_path_factory.mktemp("ops"), WORKERS, BYTEPS_PARTITION_BYTES="400000")
+    done = run_job(__file__, JOBS, tmp_path_factory, WORKERS, BYTEPS_PARTITION_BYTES="400000")
     assert done.status == 0, done.output
     return done
 
@@ -377,6 +404,16 @@ def test_refused(job):
         for text in told[len(expected):]:
             assert text.startswith("InvalidArgumentError") and "MismatchError" in text and "(3,)" in text and "(4,)" in text, text
         assert after == 2
+
+
+def test_compiled_by_xla(job):
+    for (found, thrice, broadcast, gradient), count, (unknown, different) in each(job, "job_compiled"):
+        assert [f.tolist() for f in found] == [[[3, 6]]] * len(BY_NAME)
+        assert [t.tolist() for t in thrice] == [[[1.5 + i, 3 + i]] for i in range(3)]
+        assert broadcast.tolist() == [[2, 4]] and gradient.tolist() == [[3, 3]]
+        assert count == 2 * (len(BY_NAME) + 7)
+        assert "'no shape' has the shape (None,), and XLA has to know shapes" in unknown
+        assert different.startswith("InvalidArgumentError") and "MismatchError" in different
 
 
 def test_callbacks_that_are_not_known_are_not_touched(job):

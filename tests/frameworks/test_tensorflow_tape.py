@@ -22,7 +22,7 @@ MANY = 10_000
 
 # ---- what the workers do
 
-def _train(traced: bool, steps: int = 4, **options: Any) -> list[np.ndarray]:
+def _train(traced: bool, steps: int = 4, compiled: bool = False, **options: Any) -> list[np.ndarray]:
     import keras
 
     model, optimizer = mlp(), keras.optimizers.SGD(0.1, momentum=0.9)
@@ -38,7 +38,7 @@ def _train(traced: bool, steps: int = 4, **options: Any) -> list[np.ndarray]:
         optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
         return loss
 
-    run = tf.function(step) if traced else step
+    run = tf.function(step, jit_compile=compiled or None) if traced else step
     inputs, labels = data(steps)
     for x, y in zip(inputs, labels, strict=True):
         run(tf.constant(x[bps.rank()]), tf.constant(y[bps.rank()]))
@@ -47,7 +47,8 @@ def _train(traced: bool, steps: int = 4, **options: Any) -> list[np.ndarray]:
 
 def job_training() -> Any:
     return {"alone": joined(), "eager": _train(False), "traced": _train(True), "fp16": _train(True, compression=bps.Compression.fp16),
-            "summed": _train(False, op=bps.Sum), "topk": _train(True, compression_params={"compressor": "topk", "k": 0.9999})}
+            "summed": _train(False, op=bps.Sum), "topk": _train(True, compression_params={"compressor": "topk", "k": 0.9999}),
+            "compiled": _train(True, compiled=True), "compiled fp16": _train(True, compiled=True, compression=bps.Compression.fp16)}
 
 
 def job_structures() -> Any:
@@ -102,6 +103,8 @@ def job_sparse() -> Any:
         rows, dense = run(False), run(True)
         assert isinstance(rows[0], tf.IndexedSlices) and not isinstance(dense[0], tf.IndexedSlices)
         found.append([tf.convert_to_tensor(g).numpy() for g in (rows[0], dense[0], rows[1], dense[1])])
+    compiled = tf.function(step, jit_compile=True)
+    found.append([tf.convert_to_tensor(g).numpy() for g in (compiled(False)[0], compiled(True)[0], compiled(False)[1], compiled(True)[1])])
     return found
 
 
@@ -165,14 +168,15 @@ JOBS = [name for name in dir() if name.startswith("job_")]
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    done = run_job(__file__, JOBS, tmp_path_factory.mktemp("tape"), WORKERS)
+    done = run_job(__file__, JOBS, tmp_path_factory, WORKERS)
     assert done.status == 0, done.output
     return done
 
 
 # ---- what is expected of it
 
-@pytest.mark.parametrize(("way", "tolerance"), [("eager", 1e-5), ("traced", 1e-5), ("fp16", 3e-3), ("topk", 1e-3)])
+@pytest.mark.parametrize(("way", "tolerance"), [("eager", 1e-5), ("traced", 1e-5), ("fp16", 3e-3), ("topk", 1e-3), ("compiled", 1e-5),
+                                                 ("compiled fp16", 3e-3)])
 def test_two_workers_train_as_one_does_on_the_joined_batch(job, way, tolerance):
     first, second = (found[way] for found in each(job, "job_training"))
     for a, b, alone in zip(first, second, job.results[0]["job_training"]["alone"], strict=True):

@@ -246,7 +246,7 @@ JOBS = ["job_scaler", "job_autocast", "job_looking", "job_written", "job_data_re
 
 @pytest.fixture(scope="module", params=[4], ids="{} workers".format)
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    finished = run_job(__file__, JOBS, tmp_path_factory.mktemp("job"), request.param)
+    finished = run_job(__file__, JOBS, tmp_path_factory, request.param)
     assert finished.status == 0, finished.output[-5000:]
     return finished
 

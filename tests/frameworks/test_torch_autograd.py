@@ -165,7 +165,7 @@ JOBS = ["job_gradcheck", "job_gradient", "job_tracking", "job_all_gather", "job_
 @pytest.fixture(scope="module", params=[2, 4], ids="{} workers".format)
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     functions = JOBS + ["job_compile"] * (request.param == 2)
-    finished = run_job(__file__, functions, tmp_path_factory.mktemp("job"), request.param, 1)
+    finished = run_job(__file__, functions, tmp_path_factory, request.param, 1)
     assert finished.status == 0, finished.output[-5000:]
     return finished
 

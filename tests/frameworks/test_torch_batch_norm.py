@@ -109,7 +109,7 @@ def job_other() -> Any:
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{} workers".format)
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    finished = run_job(__file__, ["job_layers", "job_training", "job_other"], tmp_path_factory.mktemp("job"), request.param)
+    finished = run_job(__file__, ["job_layers", "job_training", "job_other"], tmp_path_factory, request.param)
     assert finished.status == 0, finished.output[-5000:]
     return finished
 

@@ -75,7 +75,7 @@ def job_too_many() -> Any:
 
 @pytest.fixture(scope="module", params=[4], ids="{} workers".format)
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    finished = run_job(__file__, ["job_train", "job_too_many"], tmp_path_factory.mktemp("job"), request.param, BYTEPS_MIN_COMPRESS_BYTES="1000")
+    finished = run_job(__file__, ["job_train", "job_too_many"], tmp_path_factory, request.param, BYTEPS_MIN_COMPRESS_BYTES="1000")
     assert finished.status == 0, finished.output[-5000:]
     return finished
 

@@ -273,7 +273,7 @@ JOBS = ["job_lossless", "job_decay_of_others", "job_second_optimizer", "job_unus
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    finished = run_job(__file__, JOBS, tmp_path_factory.mktemp("job"), 2, BYTEPS_MIN_COMPRESS_BYTES="6000")
+    finished = run_job(__file__, JOBS, tmp_path_factory, 2, BYTEPS_MIN_COMPRESS_BYTES="6000")
     assert finished.status == 0, finished.output[-5000:]
     return finished
 
@@ -321,7 +321,7 @@ def test_a_learning_rate_of_0_corrects_nothing(job: Finished) -> None:
 
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    finished = run_job(__file__, ["job_refusals"], tmp_path_factory.mktemp("job"), 2, BYTEPS_MIN_COMPRESS_BYTES="1000")
+    finished = run_job(__file__, ["job_refusals"], tmp_path_factory, 2, BYTEPS_MIN_COMPRESS_BYTES="1000")
     assert finished.status == 0, finished.output[-5000:]
     return each(finished, "job_refusals")
 

@@ -69,7 +69,7 @@ def job_train() -> Any:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    finished = run_job(__file__, ["job_train"], tmp_path_factory.mktemp("job"), BYTEPS_MIN_COMPRESS_BYTES="1000")
+    finished = run_job(__file__, ["job_train"], tmp_path_factory, BYTEPS_MIN_COMPRESS_BYTES="1000")
     assert finished.status == 0, finished.output[-5000:]
     return finished
 

@@ -412,7 +412,7 @@ JOBS = ["job_optimizers", "job_zero_grad", "job_uses", "job_sparse", "job_last_s
 @pytest.fixture(scope="module", params=[(2, 1, 1), (4, 2, 1)], ids=["2 workers", "4 workers"])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     machines, servers, processes = request.param
-    finished = run_job(__file__, JOBS, tmp_path_factory.mktemp("job"), machines, servers, processes, BPSX_FIXED_ORDER="1")
+    finished = run_job(__file__, JOBS, tmp_path_factory, machines, servers, processes, BPSX_FIXED_ORDER="1")
     assert finished.status == 0 and "excepthook" not in finished.output, finished.output[-5000:]
     assert sorted(finished.results) == list(range(machines * processes))
     return finished

@@ -195,7 +195,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder = tmp_path_factory.mktemp("fifos")
     for scene in SCENES:
         os.mkfifo(folder / scene)
-    return run_job(__file__, [f"job_{s}" for s in SCENES], tmp_path_factory.mktemp("job"), FIFOS=str(folder))
+    return run_job(__file__, [f"job_{s}" for s in SCENES], tmp_path_factory, FIFOS=str(folder))
 
 
 @pytest.mark.parametrize("scene", ["step_again", "zero_grad", "another_exception", "synchronize", "backward_is_refused", "ddp"])

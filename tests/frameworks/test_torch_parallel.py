@@ -366,7 +366,7 @@ JOBS = ["job_models", "job_no_sync", "job_several", "job_uses_nothing", "job_buf
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     workers, servers = request.param
     # torch.compile takes seconds to import: once is enough
-    finished = run_job(__file__, JOBS + ["job_compiled"] * (workers == 2), tmp_path_factory.mktemp("job"), workers, servers)
+    finished = run_job(__file__, JOBS + ["job_compiled"] * (workers == 2), tmp_path_factory, workers, servers)
     assert finished.status == 0, finished.output[-5000:]
     assert sorted(finished.results) == list(range(workers))
     return finished

@@ -176,7 +176,7 @@ JOBS = ["job_tensors", "job_sgd", "job_sparse_adam", "job_as_dense", "job_passes
 @pytest.fixture(scope="module", params=[(2, 1), (2, 2)], ids=["2 workers", "2 machines of 2"])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     machines, processes = request.param
-    finished = run_job(__file__, JOBS, tmp_path_factory.mktemp("job"), machines, 1, processes)
+    finished = run_job(__file__, JOBS, tmp_path_factory, machines, 1, processes)
     assert finished.status == 0, finished.output[-5000:]
     return finished
 

@@ -348,7 +348,7 @@ JOBS = ["job_frozen_somewhere", "job_stories", "job_crossed", "job_passes", "job
 
 @pytest.fixture(scope="module", params=[4], ids="{} workers".format)
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    finished = run_job(__file__, JOBS, tmp_path_factory.mktemp("job"), request.param)
+    finished = run_job(__file__, JOBS, tmp_path_factory, request.param)
     assert finished.status == 0, finished.output[-5000:]
     return finished
 

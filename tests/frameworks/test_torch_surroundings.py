@@ -158,7 +158,7 @@ def job_parameter_by_hand() -> Any:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch_job.Finished]:
-    finished = torch_job.run_job(__file__, [name for name in globals() if name.startswith("job_")], tmp_path_factory.mktemp("surroundings"))
+    finished = torch_job.run_job(__file__, [name for name in globals() if name.startswith("job_")], tmp_path_factory)
     assert finished.status == 0, finished.output
     yield finished
 

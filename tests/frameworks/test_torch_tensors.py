@@ -178,7 +178,7 @@ JOBS = ["job_dtypes", "job_noncontiguous", "job_many_handles", "job_data_is_repl
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    finished = run_job(__file__, JOBS, tmp_path_factory.mktemp("job"), WORKERS, 2, BYTEPS_PARTITION_BYTES="65536")
+    finished = run_job(__file__, JOBS, tmp_path_factory, WORKERS, 2, BYTEPS_PARTITION_BYTES="65536")
     assert finished.status == 0, finished.output[-5000:]
     return finished
 

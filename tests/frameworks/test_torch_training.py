@@ -266,7 +266,7 @@ CASES: dict[str, tuple[Callable[[int], list[torch.Tensor]], float]] = {
                 ids=["2 workers", "4 workers", "2 machines of 2", "1 machine of 2"])
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     machines, servers, processes = request.param
-    finished = run_job(__file__, list(CASES), tmp_path_factory.mktemp("job"), machines, servers, processes, apart=request.param == (2, 1, 1),
+    finished = run_job(__file__, list(CASES), tmp_path_factory, machines, servers, processes, apart=request.param == (2, 1, 1),
                        BYTEPS_PARTITION_BYTES="65536")
     assert finished.status == 0, finished.output[-5000:]
     assert sorted(finished.results) == list(range(machines * processes))

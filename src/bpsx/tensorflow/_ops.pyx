@@ -3,70 +3,38 @@
 
 Loading this library with ``tensorflow.load_op_library`` registers them; after that it can be imported.
 """
-from cpython.ref cimport Py_DECREF, Py_INCREF
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uintptr_t
-from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcpy
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
+from libc.stdlib cimport calloc, malloc
 
 from bpsx._adapter cimport Handle
-from bpsx.core.sync cimport Monitor, atomic_load, atomic_store, lock, monitor_init, unlock
+from bpsx.core.sync cimport atomic_load, atomic_store
+from bpsx.tensorflow._exchange cimport end_call, forget_kernel, python_ends, submit
 from bpsx.tensorflow.c_api cimport (
-    ABORTED, DEADLINE_EXCEEDED, FAILED_PRECONDITION, INTERNAL, INVALID_ARGUMENT, OK, RESOURCE_EXHAUSTED, Api, Done, find_all, is_known, move, run,
+    ABORTED, FAILED_PRECONDITION, INVALID_ARGUMENT, OK, RESOURCE_EXHAUSTED, Api, Done, find_all, is_known, move, run,
 )
-from bpsx.tensorflow.calls cimport (
-    MAX_DIMS, Call, Calls, Kernel, Part, Tell, drop_tensors, enqueue, free_call, free_kernel, new_call, part_over, settle, take_calls,
-)
-
-import atexit
-
-from bpsx import _adapter, errors
-from bpsx._adapter import TensorView
+from bpsx.tensorflow.calls cimport FEW_DIMS, Call, Caller, Kernel, Part, drop_tensors, free_call, free_kernel, new_call
 
 cdef extern from *:
     """
     void bpsx_tensorflow_register(void);
     __attribute__((constructor)) static void bpsx_tensorflow_loaded(void) { bpsx_tensorflow_register(); }
-
-    /* What Python keeps of a thread costs a mapping of memory to make: TensorFlow's threads, which stay, are known to it from their first call on. */
-    static void bpsx_attach(void) {
-        static __thread int attached;
-        if (attached) return;
-        attached = 1;
-        if (PyGILState_GetThisThreadState() == NULL) {
-            (void)PyGILState_Ensure();
-            (void)PyEval_SaveThread();
-        }
-    }
     """
-    void attach "bpsx_attach"() noexcept nogil
 
 cdef Api api
-cdef Calls calls
+cdef Caller of_operation
 cdef const char *missing        # in the TensorFlow that is loaded, of what is used here
 cdef void *known[2]
-cdef int64_t ended              # Python ends: nobody may ask for the GIL any more
 cdef int64_t distrusted
-
-# DT_ of TensorFlow's types.proto -> the name of an element type that is summed
-cdef dict SUMMED = {1: "float32", 2: "float64", 3: "int32", 4: "uint8", 6: "int8", 9: "int64", 14: "bfloat16", 19: "float16"}
-# Exceptions as TensorFlow has them. Not UNAVAILABLE, which a tf.function turns into an internal error.
-cdef list CODES = [
-    (errors.NotInitializedError, FAILED_PRECONDITION), (errors.MismatchError, INVALID_ARGUMENT), (errors.StallError, DEADLINE_EXCEEDED),
-    (errors.PeerLostError, ABORTED), (errors.PeerLeftError, ABORTED), (errors.ShutdownError, ABORTED), (errors.ConfigError, INVALID_ARGUMENT),
-    (TypeError, INVALID_ARGUMENT), (MemoryError, RESOURCE_EXHAUSTED),
-]
 
 
 # ---- when the library is loaded
 
 cdef public void bpsx_tensorflow_register() noexcept nogil:
     global missing
-    if monitor_init(&calls.monitor) != 0:
-        missing = b"a mutex"
-        return
     missing = find_all(&api)
     if missing != NULL:
         return
+    of_operation.fail, of_operation.settle, of_operation.keep = fail, settle, keep_tensors
     cdef void *op = api.new_op(b"BpsxPushPull")
     api.add_input(op, b"tensors: T")
     api.add_input(op, b"rate: double")
@@ -176,16 +144,8 @@ cdef void read_attributes(void *making, Kernel *kernel, void *status) noexcept n
 
 
 cdef void forget(void *made) noexcept nogil:
-    cdef Kernel *kernel = <Kernel *>made
-    if kernel == NULL:
-        return
-    if kernel.known_as == NULL:
-        free_kernel(kernel)
-        return
-    lock(&calls.monitor)            # what it has of Python's has to wait for the GIL
-    kernel.next = calls.forgotten
-    calls.forgotten = kernel
-    unlock(&calls.monitor)
+    if made != NULL:
+        forget_kernel(<Kernel *>made)
 
 
 # ---- a call, up to the core
@@ -194,16 +154,17 @@ cdef void compute(void *kernel, void *context, void *done) noexcept nogil:
     """TensorFlow wants an op executed; any of its threads."""
     cdef void *status = api.new_status()
     cdef Call *call = NULL
-    if atomic_load(&ended):
+    if python_ends():
         api.set_status(status, ABORTED, b"bpsx: Python is ending, and with it all exchange")
     elif atomic_load(&distrusted) or not is_known(<Done *>done, known):
         api.set_status(status, FAILED_PRECONDITION, b"bpsx: this TensorFlow tells operations in another way whom to call when they are done than "
                                                     b"the one that bpsx knows: use a release that bpsx names in its documentation")
     else:
-        call = new_call(<Kernel *>kernel, context)
+        call = new_call((<Kernel *>kernel).n, &of_operation, context)
         if call == NULL:
             api.set_status(status, RESOURCE_EXHAUSTED, b"bpsx: no memory for an operation")
         else:
+            call.kernel = <Kernel *>kernel
             take_tensors(call, status)
     if api.code(status) != OK:
         api.fail(context, status)
@@ -215,8 +176,7 @@ cdef void compute(void *kernel, void *context, void *done) noexcept nogil:
         return
     api.delete_status(status)
     move(&call.done, <Done *>done)
-    if enqueue(&calls, call):
-        drain()
+    submit(call)
 
 
 cdef void take_tensors(Call *call, void *status) noexcept nogil:
@@ -237,161 +197,52 @@ cdef void take_tensors(Call *call, void *status) noexcept nogil:
 
 cdef void take_tensor(Call *call, uint32_t i, void *status) noexcept nogil:
     """Find input and output: one memory, if nobody else is going to look at the input."""
-    cdef int64_t dims[MAX_DIMS]
     cdef void *given = NULL
-    cdef int forwarded = -1, index = <int>i, n, d
+    cdef int forwarded = -1, index = <int>i
     cdef Part *part = &call.parts[i]
-    part.call = call
-    part.tell.run = told
     api.get_input(call.context, index, &given, status)
     if api.code(status) != OK:
         return
-    n = min(api.n_dims(given), MAX_DIMS)
-    for d in range(n):
-        dims[d] = api.dim(given, d)
+    take_shape(part, given, status)
     api.delete_tensor(given)        # while we hold it, it cannot become the output
-    part.target = api.make_output(call.context, &index, 1, index, dims, n, &forwarded, status)
-    if api.code(status) == OK and forwarded < 0:
-        api.get_input(call.context, index, &part.source, status)
-        if api.code(status) == OK and call.kernel.broadcasts:
-            memcpy(api.data(part.target), api.data(part.source), api.n_bytes(part.target))
-            api.delete_tensor(part.source)
-            part.source = NULL
-
-
-cdef void drain() noexcept nogil:
-    """Begin what waits. One thread does it for all: the others would queue for the GIL."""
-    cdef Call *call
-    cdef Call *following
-    attach()
-    with gil:
-        bury()
-        while True:
-            call = take_calls(&calls)
-            if call == NULL:
-                return
-            while call != NULL:
-                following = call.next
-                begin(call)
-                call = following
-
-
-cdef void bury() noexcept:
-    """Let go of what calls and kernels that are over have of Python's."""
-    cdef Call *call
-    cdef Call *next_call
-    cdef Kernel *kernel
-    cdef Kernel *next_kernel
-    cdef uint32_t i
-    lock(&calls.monitor)
-    call, kernel = calls.over, calls.forgotten
-    calls.over, calls.forgotten = NULL, NULL
-    unlock(&calls.monitor)
-    while call != NULL:
-        next_call = call.next
-        for i in range(call.n):
-            if call.parts[i].handle != NULL:
-                Py_DECREF(<Handle>call.parts[i].handle)
-        free_call(call)
-        call = next_call
-    while kernel != NULL:
-        next_kernel = kernel.next
-        Py_DECREF(<object>kernel.known_as)
-        free_kernel(kernel)
-        kernel = next_kernel
-
-
-cdef void begin(Call *call) noexcept:
-    """Give all parts to the core. The first that it refuses makes the call fail when those before have ended."""
-    cdef uint32_t i, begun = 0
-    cdef Handle handle
-    try:
-        session = _adapter.session() if call.n else None        # an empty call is how loading finds out whether calls work
-        names = names_of(call.kernel)
-        for i in range(call.n):
-            handle = begin_part(session, call, i, names[i])
-            Py_INCREF(handle)
-            call.parts[i].handle = <void *>handle
-            begun += 1
-            handle.tell_at_end(&call.parts[i].tell)
-    except BaseException as e:
-        fail(call, e)
-    with nogil:
-        for i in range(call.n + 1 - begun):      # those that have not begun, and us
-            over(call)
-
-
-cdef names_of(Kernel *kernel):
-    if kernel.known_as == NULL:
-        names = [kernel.names[i][:kernel.lengths[i]].decode() for i in range(kernel.n)]
-        Py_INCREF(names)
-        kernel.known_as = <void *>names
-    return <list>kernel.known_as
-
-
-cdef begin_part(session, Call *call, uint32_t i, str name):
-    cdef Part *part = &call.parts[i]
-    dtype = SUMMED.get(api.dtype(part.target), "")
-    shape = tuple([api.dim(part.target, d) for d in range(api.n_dims(part.target))])
-    nbytes = api.n_bytes(part.target)
-    if not dtype:       # of a broadcast, to which elements are bytes
-        size = 1
-        for length in shape:
-            size *= length
-        dtype, shape = "uint8", (*shape, nbytes // size if size else 0)
-    target = TensorView(<uintptr_t>api.data(part.target), nbytes, dtype, shape, None)
-    if call.kernel.broadcasts:
-        return session.broadcast(name, target, call.kernel.root)
-    source = target if part.source == NULL else TensorView(<uintptr_t>api.data(part.source), nbytes, dtype, shape, None)
-    return session.push_pull(name, source, target, average=call.kernel.average, priority=call.kernel.priorities[i], rate=call.rate)
-
-
-# ---- a call, from the core
-
-cdef void told(Tell *tell, int64_t status) noexcept nogil:
-    """A part has ended."""
-    cdef Part *part = <Part *>tell
-    if status < 0:
-        with gil:
-            fail_part(part)
-    over(part.call)
-
-
-cdef void over(Call *call) noexcept nogil:
-    """One less under way."""
-    if not part_over(call):
+    if api.code(status) != OK:
         return
-    if call.failed:
-        with gil:
-            keep_tensors(call)
-    drop_tensors(&api, call)
-    settle(&api, &calls, call)
-
-
-cdef void fail_part(Part *part) noexcept:
-    try:
-        error = (<Handle>part.handle).error()
-    except BaseException as e:
-        error = e
-    fail(part.call, error)
-
-
-cdef void fail(Call *call, error) noexcept:
-    """The first error is what TensorFlow is told."""
-    cdef void *status
-    if call.failed:
+    part.made = api.make_output(call.context, &index, 1, index, part.dims, part.n_dims, &forwarded, status)
+    if api.code(status) != OK:
         return
-    call.failed = True
-    code = INTERNAL
-    for kind, found in CODES:
-        if isinstance(error, kind):
-            code = found
-            break
-    text = f"{type(error).__name__}: {error}".encode()
-    status = api.new_status()
+    part.source = part.target = <char *>api.data(part.made)
+    if forwarded < 0:
+        api.get_input(call.context, index, &part.given, status)
+        if api.code(status) == OK:
+            part.source = <char *>api.data(part.given)
+
+
+cdef void take_shape(Part *part, void *tensor, void *status) noexcept nogil:
+    cdef int d
+    cdef int64_t *dims = part.few
+    part.n_dims, part.n_bytes, part.dtype = api.n_dims(tensor), api.n_bytes(tensor), api.dtype(tensor)
+    if part.n_dims > FEW_DIMS:
+        dims = <int64_t *>malloc(part.n_dims * sizeof(int64_t))
+        if dims == NULL:
+            api.set_status(status, RESOURCE_EXHAUSTED, b"bpsx: no memory for an operation")
+            return
+        part.dims = dims
+    for d in range(part.n_dims):
+        dims[d] = api.dim(tensor, d)
+
+
+cdef void fail(Call *call, int code, const char *text) noexcept nogil:
+    cdef void *status = api.new_status()
     api.set_status(status, code, text)
     api.fail(call.context, status)
     api.delete_status(status)
+
+
+cdef void settle(Call *call) noexcept nogil:
+    cdef Done done = call.done
+    drop_tensors(&api, call)
+    end_call(call)
+    run(&api, &done)                # whatever that makes TensorFlow do
 
 
 cdef class Kept:
@@ -407,14 +258,14 @@ cdef class Kept:
 cdef void keep_tensors(Call *call) noexcept:
     """Have handles keep their tensors, which the transport may still read, for as long as it does."""
     cdef uint32_t i
-    cdef Kept source, target
+    cdef Kept given, made
     for i in range(call.n):
         if call.parts[i].handle == NULL:
             continue
-        source, target = Kept.__new__(Kept), Kept.__new__(Kept)
-        source.tensor, target.tensor = call.parts[i].source, call.parts[i].target
-        call.parts[i].source = call.parts[i].target = NULL
-        (<Handle>call.parts[i].handle).owner = source, target
+        given, made = Kept.__new__(Kept), Kept.__new__(Kept)
+        given.tensor, made.tensor = call.parts[i].given, call.parts[i].made
+        call.parts[i].given = call.parts[i].made = NULL
+        (<Handle>call.parts[i].handle).owner = given, made
 
 
 # ---- what Python sees
@@ -428,8 +279,3 @@ def check() -> None:
 def distrust(on: bool) -> None:
     """Have all calls refused, as if TensorFlow's callbacks looked unlike what is known. For tests."""
     atomic_store(&distrusted, on)
-
-
-@atexit.register
-def _end() -> None:
-    atomic_store(&ended, 1)

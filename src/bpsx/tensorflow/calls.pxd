@@ -4,10 +4,10 @@ from libc.stdlib cimport calloc, free
 
 from bpsx._adapter cimport Tell
 from bpsx.core.sync cimport Monitor, atomic_add, lock, unlock
-from bpsx.tensorflow.c_api cimport Api, Done, run
+from bpsx.tensorflow.c_api cimport Api, Done
 
 cdef enum:
-    MAX_DIMS = 254              # TensorFlow's own bound
+    FEW_DIMS = 6
 
 cdef struct Kernel:             # an op as it stands in a graph, or as eager calls with these attributes share it
     uint32_t n                  # tensors
@@ -24,14 +24,33 @@ cdef struct Kernel:             # an op as it stands in a graph, or as eager cal
 cdef struct Part:
     Tell tell                   # first: what the core calls knows its part by it
     Call *call
-    void *source                # TF_Tensor: what is pushed; NULL: the target's memory holds it
-    void *target                # TF_Tensor: where the result goes
+    char *source                # memory: what is pushed, and where the result goes; may be the same
+    char *target
+    size_t n_bytes
+    int dtype                   # as the caller numbers them
+    int n_dims
+    const int64_t *dims
+    int64_t few[FEW_DIMS]       # ... where they are, if they are few; else in memory of their own
+    void *given                 # TF_Tensor of the source, if it is not the target's
+    void *made                  # TF_Tensor of the target
     void *handle                # the Handle; NULL: has not begun
 
+# Who is told; without the GIL, but for one.
+cdef struct Caller:
+    void (*fail)(Call *call, int code, const char *text) noexcept nogil    # before `settle`
+    void (*settle)(Call *call) noexcept nogil       # it is over: tensors and plan are the caller's again, who ends the call
+    void (*keep)(Call *call) noexcept               # with the GIL: it has failed; handles shall keep what the transport may still read. Or NULL,
+    bint goes_first                                 # ... since what is pushed has to be a copy
+    int numbering               # of element types: 0 TensorFlow's, 1 XLA's
+
 cdef struct Call:
-    Kernel *kernel              # TensorFlow's to forget once it has been told that the call is over
-    void *context
+    const Caller *caller
+    void *context               # TensorFlow's, for an operation; XLA's future
+    void *error                 # XLA's
     Done done
+    Kernel *kernel              # what is asked for: TensorFlow's to forget once it has been told that the call is over; NULL: `plan`
+    const char *plan            # ... as text, see xla.py
+    size_t plan_bytes
     double rate
     int64_t left                # parts under way, and one for who begins them
     int64_t failed
@@ -48,17 +67,21 @@ cdef struct Calls:
     Kernel *forgotten
 
 
-cdef inline Call *new_call(Kernel *kernel, void *context) noexcept nogil:
+cdef inline Call *new_call(uint32_t n, const Caller *caller, void *context) noexcept nogil:
     """NULL: no memory."""
     cdef Call *call = <Call *>calloc(1, sizeof(Call))
+    cdef uint32_t i
     if call == NULL:
         return NULL
-    call.parts = <Part *>calloc(kernel.n + 1, sizeof(Part))
+    call.parts = <Part *>calloc(n + 1, sizeof(Part))
     if call.parts == NULL:
         free(call)
         return NULL
-    call.kernel, call.context, call.rate = kernel, context, -1.0
-    call.n, call.left = kernel.n, kernel.n + 1
+    call.caller, call.context, call.rate = caller, context, -1.0
+    call.n, call.left = n, n + 1
+    for i in range(n):
+        call.parts[i].call = call
+        call.parts[i].dims = call.parts[i].few
     return call
 
 
@@ -68,14 +91,19 @@ cdef inline void free_call(Call *call) noexcept nogil:
 
 
 cdef inline void drop_tensors(Api *api, Call *call) noexcept nogil:
-    """Let go of what has not been taken over by somebody else."""
+    """Let go of TensorFlow's tensors, but for those that somebody else has taken over."""
+    cdef Part *part
     cdef uint32_t i
     for i in range(call.n):
-        if call.parts[i].source != NULL:
-            api.delete_tensor(call.parts[i].source)
-        if call.parts[i].target != NULL:
-            api.delete_tensor(call.parts[i].target)
-        call.parts[i].source = call.parts[i].target = NULL
+        part = &call.parts[i]
+        if part.given != NULL:
+            api.delete_tensor(part.given)
+        if part.made != NULL:
+            api.delete_tensor(part.made)
+        if part.dims != part.few and call.kernel != NULL:
+            free(<void *>part.dims)
+            part.dims = part.few
+        part.given = part.made = NULL
 
 
 cdef inline void free_kernel(Kernel *kernel) noexcept nogil:
@@ -112,14 +140,12 @@ cdef inline Call *take_calls(Calls *calls) noexcept nogil:
     return first
 
 
-cdef inline void settle(Api *api, Calls *calls, Call *call) noexcept nogil:
-    """All has been done for it but to tell TensorFlow."""
-    cdef Done done = call.done
+cdef inline void put_over(Calls *calls, Call *call) noexcept nogil:
+    """It is over, and what is left of it is for who has the GIL."""
     lock(&calls.monitor)
     call.next = calls.over
     calls.over = call
     unlock(&calls.monitor)
-    run(api, &done)             # whatever that makes TensorFlow do
 
 
 cdef inline bint part_over(Call *call) noexcept nogil:

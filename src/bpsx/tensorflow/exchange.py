@@ -12,6 +12,7 @@ import tensorflow as tf
 from bpsx import _adapter
 from bpsx.choices import Params, choose
 from bpsx.errors import ConfigError
+from bpsx.tensorflow import xla
 from bpsx.tensorflow.compression import Compressor, NoneCompressor, check_compression
 from bpsx.tensorflow.ops import check_summable
 from bpsx.tensorflow.raw import sums
@@ -69,7 +70,8 @@ class Exchange:
         """
         names = names_of(sources)
         self.declare(names)
-        found: list[Any] = [tf.convert_to_tensor(g) if self._as_dense and isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        as_dense = self._as_dense or xla.is_compiled()      # which has to know shapes
+        found: list[Any] = [tf.convert_to_tensor(g) if as_dense and isinstance(g, tf.IndexedSlices) else g for g in gradients]
         eager = tf.executing_eagerly()
         dense = [i for i, g in enumerate(found) if not isinstance(g, tf.IndexedSlices) and (g is not None or eager)]
         given = [found[i] if found[i] is not None else _zeros(sources[i]) for i in dense]

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from bpsx import _adapter
-from bpsx.tensorflow import library
+from bpsx.tensorflow import library, xla
 from bpsx.tensorflow.tracing import gradient_of
 
 #: The attribute of a graph that holds its latest operation of each name.
@@ -36,6 +36,9 @@ def sums(tensors: Sequence[tf.Tensor], names: Sequence[str], *, average: bool, p
     """The sums or averages of checked tensors: one operation for all in eager code, where a call blocks; one for each in a graph, where each leaves
     when it is there."""
     urgent = list(priorities) if priorities is not None else [0] * len(tensors)
+    if xla.is_compiled():
+        return _compiled(tensors, lambda given: xla.call(given, names, urgent, rate, average, -1),
+                         lambda gradients: _sums_of_gradients(gradients, names, average, urgent))
     rate = -1.0 if rate is None else tf.cast(rate, tf.float64)
 
     def of(part: slice) -> list[tf.Tensor]:
@@ -49,6 +52,10 @@ def sums(tensors: Sequence[tf.Tensor], names: Sequence[str], *, average: bool, p
 
 def copies(tensors: Sequence[tf.Tensor], names: Sequence[str], root_rank: int) -> list[tf.Tensor]:
     """What checked tensors are on worker ``root_rank``: one operation in eager code, as in :func:`sums`."""
+    if xla.is_compiled():
+        return _compiled(tensors, lambda given: xla.call(given, names, [0] * len(tensors), None, False, root_rank),
+                         lambda gradients: _copies_of_gradients(gradients, names, root_rank))
+
     def of(part: slice) -> list[tf.Tensor]:
         known = list(names[part])
         return in_turn(known, lambda: library.broadcast(list(tensors[part]), known, root_rank))
@@ -58,22 +65,38 @@ def copies(tensors: Sequence[tf.Tensor], names: Sequence[str], root_rank: int) -
     return [copy for i in range(len(tensors)) for copy in of(slice(i, i + 1))]
 
 
+def _compiled(tensors: Sequence[tf.Tensor], call: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+              gradient: Callable[[Sequence[Any]], list[tf.Tensor]]) -> list[tf.Tensor]:
+    """``call`` of ``tensors`` with its gradient, which the operation that XLA is called by has none."""
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def made(*given: tf.Tensor) -> Any:
+        return call(list(given)), lambda *gradients: gradient(gradients)
+
+    return list(made(*tensors)) if tensors else []
+
+
+def _sums_of_gradients(gradients: Sequence[Any], names: Sequence[str], average: bool, priorities: Sequence[int]) -> list[tf.Tensor]:
+    """The same of the gradients, under names of their own."""
+    dense = [tf.convert_to_tensor(g) for g in gradients]
+    return sums(dense, [f"{name}.grad" for name in names], average=average, priorities=priorities)
+
+
+def _copies_of_gradients(gradients: Sequence[Any], names: Sequence[str], root_rank: int) -> list[tf.Tensor]:
+    """Everybody's loss counts, and all of it depends on what the root had."""
+    totals = _sums_of_gradients(gradients, names, False, [0] * len(names))
+    return totals if root_rank == _adapter.session().rank else [tf.zeros_like(total) for total in totals]
+
+
 @gradient_of(library.PUSH_PULL)
 def _gradient_of_sums(op: tf.Operation, *gradients: Any) -> list[Any]:
-    """The same of the gradients, under names of their own. The last input is the learning rate."""
-    names = [_text(name) + ".grad" for name in op.get_attr("names")]
-    dense = [tf.convert_to_tensor(g) for g in gradients]
-    return [*sums(dense, names, average=bool(op.get_attr("average")), priorities=list(op.get_attr("priorities"))), None]
+    """The last input is the learning rate."""
+    return [*_sums_of_gradients(gradients, _texts(op), bool(op.get_attr("average")), list(op.get_attr("priorities"))), None]
 
 
 @gradient_of(library.BROADCAST)
 def _gradient_of_copies(op: tf.Operation, *gradients: Any) -> list[tf.Tensor]:
-    """Everybody's loss counts, and all of it depends on what the root had."""
-    names = [_text(name) + ".grad" for name in op.get_attr("names")]
-    totals = sums([tf.convert_to_tensor(g) for g in gradients], names, average=False)
-    root = op.get_attr("root_rank") == _adapter.session().rank
-    return totals if root else [tf.zeros_like(total) for total in totals]
+    return _copies_of_gradients(gradients, _texts(op), op.get_attr("root_rank"))
 
 
-def _text(name: bytes | str) -> str:
-    return name.decode() if isinstance(name, bytes) else name
+def _texts(op: tf.Operation) -> list[str]:
+    return [name.decode() if isinstance(name, bytes) else name for name in op.get_attr("names")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import sys
 from typing import Any
 
@@ -17,6 +19,7 @@ from bpsx.tensorflow.exchange import Exchange
 from bpsx.tensorflow.reductions import averages
 from bpsx.tensorflow.tracing import as_it_is
 
+log = logging.getLogger("bpsx.tensorflow")
 _VERB = "DistributedOptimizer"
 LossScale = keras.optimizers.LossScaleOptimizer
 
@@ -94,6 +97,26 @@ def adopt(optimizer: Any, exchange: Exchange, weights: Weights) -> Any:
     return optimizer
 
 
+def _decide_auto() -> None:
+    """With ``jit_compile="auto"`` Keras has XLA compile steps where there is a GPU, where XLA cannot exchange gradients: for a distributed
+    optimizer, "auto" means no."""
+    for cls in keras.Model.__mro__:
+        decide = cls.__dict__.get("_resolve_auto_jit_compile")
+        if decide is not None:
+            break
+    else:
+        return          # a Keras that decides otherwise
+
+    @functools.wraps(decide)
+    def decides(model: Any) -> bool:
+        if not is_distributed(getattr(model, "optimizer", None)):
+            return bool(decide(model))
+        log.info("jit_compile='auto': off, since the step exchanges gradients, which XLA can compile for the host only")
+        return False
+
+    cls._resolve_auto_jit_compile = decides
+
+
 def is_distributed(optimizer: Any) -> bool:
     """Whether it exchanges gradients."""
     return isinstance(optimizer, _Distributed)
@@ -145,3 +168,6 @@ def _set_passes(optimizer: Any, passes: Any) -> None:
                           f"{inner.gradient_accumulation_steps} in an optimizer that has{'' if inner.built else ' not'} been built: give one of "
                           "them, before it is built")
     inner.gradient_accumulation_steps = passes
+
+
+_decide_auto()

@@ -1,0 +1,250 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+"""Calls of TensorFlow's and XLA's, to the core and back."""
+from cpython.ref cimport Py_DECREF, Py_INCREF
+from libc.stdint cimport int64_t, uint32_t, uintptr_t
+from libc.string cimport memcpy
+
+from bpsx._adapter cimport Handle, Tell
+from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_init, unlock
+from bpsx.tensorflow.c_api cimport ABORTED, DEADLINE_EXCEEDED, FAILED_PRECONDITION, INTERNAL, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
+from bpsx.tensorflow.calls cimport Call, Calls, Kernel, Part, enqueue, free_call, free_kernel, part_over, put_over, take_calls
+
+import atexit
+import json
+
+import numpy as np
+
+from bpsx import _adapter, errors
+from bpsx._adapter import TensorView
+
+cdef extern from *:
+    """
+    /* What Python keeps of a thread costs a mapping of memory to make: TensorFlow's threads, which stay, are known to it from their first call on. */
+    static void bpsx_attach(void) {
+        static __thread int attached;
+        if (attached) return;
+        attached = 1;
+        if (PyGILState_GetThisThreadState() == NULL) {
+            (void)PyGILState_Ensure();
+            (void)PyEval_SaveThread();
+        }
+    }
+    """
+    void attach "bpsx_attach"() noexcept nogil
+
+cdef Calls calls
+cdef int64_t ended              # Python ends: nobody may ask for the GIL any more
+
+if monitor_init(&calls.monitor) != 0:
+    raise MemoryError("cannot create a mutex")
+
+# Element types as callers number them, TensorFlow (DT_ in types.proto) and XLA's FFI -> the names of those that are summed
+cdef list SUMMED = [
+    {1: "float32", 2: "float64", 3: "int32", 4: "uint8", 6: "int8", 9: "int64", 14: "bfloat16", 19: "float16"},
+    {11: "float32", 12: "float64", 4: "int32", 6: "uint8", 2: "int8", 5: "int64", 16: "bfloat16", 10: "float16"},
+]
+# Exceptions as TensorFlow has them. Not UNAVAILABLE, which a tf.function turns into an internal error.
+cdef list CODES = [
+    (errors.NotInitializedError, FAILED_PRECONDITION), (errors.MismatchError, INVALID_ARGUMENT), (errors.StallError, DEADLINE_EXCEEDED),
+    (errors.PeerLostError, ABORTED), (errors.PeerLeftError, ABORTED), (errors.ShutdownError, ABORTED), (errors.ConfigError, INVALID_ARGUMENT),
+    (TypeError, INVALID_ARGUMENT), (MemoryError, RESOURCE_EXHAUSTED),
+]
+
+
+cdef bint python_ends() noexcept nogil:
+    return atomic_load(&ended)
+
+
+cdef void submit(Call *call) noexcept nogil:
+    """Have it done; any thread. Its caller is told, here or on another thread."""
+    cdef uint32_t i
+    for i in range(call.n):
+        call.parts[i].tell.run = told
+    if enqueue(&calls, call):
+        drain()
+
+
+cdef void end_call(Call *call) noexcept nogil:
+    """Its caller has let go of all but the call's own memory."""
+    put_over(&calls, call)
+
+
+cdef void forget_kernel(Kernel *kernel) noexcept nogil:
+    """Nobody will call it again. What it has of Python's has to wait for the GIL."""
+    if kernel.known_as == NULL:
+        free_kernel(kernel)
+        return
+    lock(&calls.monitor)
+    kernel.next = calls.forgotten
+    calls.forgotten = kernel
+    unlock(&calls.monitor)
+
+
+cdef void drain() noexcept nogil:
+    """Begin what waits. One thread does it for all: the others would queue for the GIL."""
+    cdef Call *call
+    cdef Call *following
+    attach()
+    with gil:
+        bury()
+        while True:
+            call = take_calls(&calls)
+            if call == NULL:
+                return
+            while call != NULL:
+                following = call.next
+                begin(call)
+                call = following
+
+
+cdef void bury() noexcept:
+    """Let go of what calls and kernels that are over have of Python's."""
+    cdef Call *call
+    cdef Call *next_call
+    cdef Kernel *kernel
+    cdef Kernel *next_kernel
+    cdef uint32_t i
+    lock(&calls.monitor)
+    call, kernel = calls.over, calls.forgotten
+    calls.over, calls.forgotten = NULL, NULL
+    unlock(&calls.monitor)
+    while call != NULL:
+        next_call = call.next
+        for i in range(call.n):
+            if call.parts[i].handle != NULL:
+                Py_DECREF(<Handle>call.parts[i].handle)
+        free_call(call)
+        call = next_call
+    while kernel != NULL:
+        next_kernel = kernel.next
+        Py_DECREF(<object>kernel.known_as)
+        free_kernel(kernel)
+        kernel = next_kernel
+
+
+cdef class Plan:
+    """What a call asks for: as an operation's attributes have it, or as text."""
+
+    cdef list names, priorities
+    cdef bint average
+    cdef int64_t root           # of a broadcast; -1: a sum
+
+
+cdef dict plans = {}            # by their texts
+
+
+cdef Plan plan_of(Call *call):
+    cdef Plan plan
+    cdef Kernel *kernel = call.kernel
+    if kernel == NULL:
+        text = call.plan[:call.plan_bytes]
+        plan = plans.get(text)
+        if plan is None:
+            plan = Plan()
+            plan.names, plan.priorities, plan.average, plan.root = json.loads(text)
+            plans[text] = plan
+        return plan
+    if kernel.known_as == NULL:
+        plan = Plan()
+        plan.names = [kernel.names[i][:kernel.lengths[i]].decode() for i in range(kernel.n)]
+        plan.priorities = [kernel.priorities[i] for i in range(kernel.n)]
+        plan.average, plan.root = kernel.average, kernel.root if kernel.broadcasts else -1
+        Py_INCREF(plan)
+        kernel.known_as = <void *>plan
+    return <Plan>kernel.known_as
+
+
+cdef void begin(Call *call) noexcept:
+    """Give all parts to the core. The first that it refuses makes the call fail when those before have ended."""
+    cdef uint32_t i, begun = 0
+    cdef Handle handle
+    cdef Plan plan
+    try:
+        plan = plan_of(call)
+        session = _adapter.session() if call.n else None        # an empty call is how loading finds out whether calls work
+        for i in range(call.n):
+            handle = begin_part(session, plan, i, &call.parts[i])
+            Py_INCREF(handle)
+            call.parts[i].handle = <void *>handle
+            begun += 1
+            handle.tell_at_end(&call.parts[i].tell)
+    except BaseException as e:
+        fail(call, e)
+    with nogil:
+        for i in range(call.n + 1 - begun):         # those that have not begun, and us
+            over(call)
+
+
+cdef begin_part(session, Plan plan, uint32_t i, Part *part):
+    shape = tuple([part.dims[d] for d in range(part.n_dims)])
+    dtype = SUMMED[part.call.caller.numbering].get(part.dtype, "")
+    if not dtype:       # of a broadcast, to which elements are bytes
+        size = 1
+        for length in shape:
+            size *= length
+        dtype, shape = "uint8", (*shape, part.n_bytes // size if size else 0)
+    owner = stage(part) if part.call.caller.goes_first and plan.root < 0 else None
+    target = TensorView(<uintptr_t>part.target, part.n_bytes, dtype, shape, owner)
+    if plan.root >= 0:
+        if part.source != part.target:
+            with nogil:
+                memcpy(part.target, part.source, part.n_bytes)
+        return session.broadcast(plan.names[i], target, plan.root)
+    source = target if part.source == part.target else TensorView(<uintptr_t>part.source, part.n_bytes, dtype, shape, owner)
+    return session.push_pull(plan.names[i], source, target, average=plan.average, priority=plan.priorities[i], rate=part.call.rate)
+
+
+cdef stage(Part *part):
+    """Push a copy: the caller's memory is gone when the call has failed, and the transport may still be sending then. Returns the copy."""
+    cdef uintptr_t where
+    array = np.empty(part.n_bytes, np.uint8)
+    where = array.ctypes.data
+    with nogil:
+        memcpy(<char *>where, part.source, part.n_bytes)
+    part.source = <char *>where
+    return array
+
+
+cdef void told(Tell *tell, int64_t status) noexcept nogil:
+    """A part has ended."""
+    cdef Part *part = <Part *>tell
+    if status < 0:
+        with gil:
+            fail_part(part)
+    over(part.call)
+
+
+cdef void over(Call *call) noexcept nogil:
+    """One less under way."""
+    if not part_over(call):
+        return
+    if call.failed and call.caller.keep != NULL:
+        with gil:
+            call.caller.keep(call)
+    call.caller.settle(call)
+
+
+cdef void fail_part(Part *part) noexcept:
+    try:
+        error = (<Handle>part.handle).error()
+    except BaseException as e:
+        error = e
+    fail(part.call, error)
+
+
+cdef void fail(Call *call, error) noexcept:
+    """The first error is what TensorFlow is told."""
+    if call.failed:
+        return
+    call.failed = True
+    code = INTERNAL
+    for kind, found in CODES:
+        if isinstance(error, kind):
+            code = found
+            break
+    text = f"{type(error).__name__}: {error}".encode()
+    call.caller.fail(call, code, text)
+
+@atexit.register
+def _end() -> None:
+    atomic_store(&ended, 1)

@@ -1,0 +1,164 @@
+# XLA's foreign functions (FFI), version 0.2, found in the library that is loaded; xla/ffi/api/c_api.h says what each part is.
+from libc.stdint cimport int32_t, int64_t, uint32_t
+from libc.string cimport memset
+
+from bpsx.tensorflow.c_api cimport dlsym
+
+cdef extern from "<dlfcn.h>" nogil:
+    void *RTLD_DEFAULT
+
+cdef enum:
+    MAJOR = 0
+    MINOR = 2                   # later ones add to the ends of structs
+    METADATA = 1                # the extension by which a handler is asked which version it speaks
+    EXECUTE = 3                 # the stage
+
+cdef struct Extension:
+    size_t size
+    int kind
+    Extension *next
+
+cdef struct Version:
+    size_t size
+    Extension *extension
+    int major
+    int minor
+
+cdef struct Metadata:
+    size_t size
+    Version version
+    uint32_t traits
+
+cdef struct MetadataExtension:
+    Extension base
+    Metadata *metadata
+
+cdef struct Bytes:
+    const char *data
+    size_t length
+
+cdef struct Buffer:
+    size_t size
+    Extension *extension
+    int dtype
+    char *data
+    int64_t n_dims
+    int64_t *dims
+
+cdef struct Values:             # arguments, or results
+    size_t size
+    Extension *extension
+    int64_t n
+    int *kinds
+    Buffer **values
+
+cdef struct Attributes:
+    size_t size
+    Extension *extension
+    int64_t n
+    int *kinds
+    Bytes **names
+    Bytes **values              # of texts: all that we use
+
+cdef struct Frame:
+    size_t size
+    Extension *extension
+    Ffi *api
+    void *context
+    int stage
+    Values arguments
+    Values results
+    Attributes attributes
+    void *future                # out: the call goes on after the handler has returned
+
+cdef struct Bundle:
+    void *instantiate
+    void *prepare
+    void *initialize
+    void *(*execute)(Frame *) noexcept nogil
+
+cdef struct Registration:
+    size_t size
+    Extension *extension
+    Bytes name
+    Bytes platform
+    Bundle bundle
+    uint32_t traits
+
+cdef struct NewError:
+    size_t size
+    Extension *extension
+    const char *text
+    int code                    # as a TF_Status has them
+
+cdef struct OfFuture:
+    size_t size
+    Extension *extension
+    void *future
+    void *error
+
+cdef struct Ffi:
+    size_t size
+    Extension *extension
+    Version version
+    void *internal
+    void *(*new_error)(NewError *) noexcept nogil
+    void *error_text
+    void *destroy_error
+    void *(*register)(Registration *) noexcept nogil
+    void *others[9]
+    void *(*new_future)(OfFuture *) noexcept nogil
+    void *(*set_available)(OfFuture *) noexcept nogil
+    void *(*set_error)(OfFuture *) noexcept nogil
+
+
+cdef inline Ffi *find_ffi() noexcept nogil:
+    """NULL: there is none, or not one that we know."""
+    cdef Ffi *(*get)() noexcept nogil
+    cdef Ffi *found
+    get = <Ffi *(*)() noexcept nogil>dlsym(RTLD_DEFAULT, b"_ZN3xla3ffi12GetXlaFfiApiEv")
+    if get == NULL:
+        return NULL
+    found = get()
+    if found == NULL or found.version.major != MAJOR or found.version.minor < MINOR or found.size < sizeof(Ffi):
+        return NULL
+    return found
+
+
+cdef inline bint asks_for_metadata(Frame *frame) noexcept nogil:
+    """Whether a call only asks which version the handler speaks; it has its answer then."""
+    cdef MetadataExtension *asked = <MetadataExtension *>frame.extension
+    if frame.extension == NULL or frame.extension.kind != METADATA:
+        return False
+    asked.metadata.version.major, asked.metadata.version.minor = MAJOR, MINOR
+    asked.metadata.traits = 0
+    return True
+
+
+cdef inline void *error_of(Ffi *ffi, int code, const char *text) noexcept nogil:
+    cdef NewError new
+    memset(&new, 0, sizeof(new))
+    new.size, new.code, new.text = sizeof(new), code, text
+    return ffi.new_error(&new)
+
+
+cdef inline void *future_of(Ffi *ffi) noexcept nogil:
+    """A new future; NULL: none to be had."""
+    cdef OfFuture new
+    memset(&new, 0, sizeof(new))
+    new.size = 2 * sizeof(void *)
+    if ffi.new_future(&new) != NULL:
+        return NULL
+    return new.future
+
+
+cdef inline void complete(Ffi *ffi, void *future, void *error) noexcept nogil:
+    """``error``: NULL, or what :func:`error_of` has made."""
+    cdef OfFuture one
+    memset(&one, 0, sizeof(one))
+    one.size, one.future, one.error = sizeof(one), future, error
+    if error != NULL:
+        ffi.set_error(&one)
+    else:
+        one.size -= sizeof(void *)
+        ffi.set_available(&one)
