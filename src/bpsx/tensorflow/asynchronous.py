@@ -23,16 +23,21 @@ class Weights:
         self._seeded: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()        # by session
 
     def step(self, base: Callable[[], Any], variables: Sequence[Any]) -> Any:
-        """Let ``base`` change ``variables``, push by how much, and assign what the servers have then; in eager code or while a function is traced."""
+        """Let ``base`` change ``variables``, push by how much, and assign what the servers have then. In a v1 graph: an operation that does it."""
         names = [PREFIX + name for name in names_of(variables)]
+        if not tf.executing_eagerly() and not tf.inside_function():
+            return self._step_in_graph(base, variables, names)
         with tf.init_scope():           # when a function is traced: now
             self._seed(variables, names)
         before = [tf.identity(v) for v in variables]
         result = base()
-        changes = [tf.convert_to_tensor(v) - b for v, b in zip(variables, before, strict=True)]
-        for variable, value in zip(variables, sums(changes, names, average=False, priorities=[-i for i in range(len(names))]), strict=True):
+        for variable, value in zip(variables, self._moved(variables, before, names), strict=True):
             variable.assign(value)
         return result
+
+    def _moved(self, variables: Sequence[Any], before: list[tf.Tensor], names: list[str]) -> list[tf.Tensor]:
+        changes = [tf.convert_to_tensor(v) - b for v, b in zip(variables, before, strict=True)]
+        return sums(changes, names, average=False, priorities=[-i for i in range(len(names))])
 
     def _seed(self, variables: Sequence[Any], names: list[str]) -> None:
         seeded = self._seeded.setdefault(_adapter.session(), set())
@@ -41,3 +46,22 @@ class Weights:
         given = [tf.convert_to_tensor(variables[i]) for i in new]
         for i, value in zip(new, copies(given, [names[i] for i in new], 0), strict=True):
             variables[i].assign(value)
+
+    def _step_in_graph(self, base: Callable[[], Any], variables: Sequence[Any], names: list[str]) -> Any:
+        """Nothing has an order there but what is said."""
+        seeded = tf.compat.v1.Variable(False, trainable=False, use_resource=True, name="bpsx_seeded")
+
+        def seed() -> tf.Tensor:
+            values = copies([v.read_value() for v in variables], names, 0)
+            assigned = [v.assign(value, read_value=False) for v, value in zip(variables, values, strict=True)]
+            with tf.control_dependencies([*assigned, seeded.assign(True, read_value=False)]):
+                return tf.constant(True)
+
+        with tf.control_dependencies([tf.cond(seeded, lambda: tf.constant(True), seed)]):
+            before = [v.read_value() for v in variables]
+        with tf.control_dependencies(before):
+            stepped = base()
+        with tf.control_dependencies([stepped]):
+            now = [v.read_value() for v in variables]
+        values = self._moved(now, before, names)
+        return tf.group(*[v.assign(value, read_value=False) for v, value in zip(variables, values, strict=True)])

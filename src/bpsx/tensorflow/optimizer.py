@@ -7,8 +7,10 @@ from typing import Any
 import tensorflow as tf
 
 from bpsx.choices import Params
-from bpsx.errors import ConfigError
+from bpsx.tensorflow import v1
 from bpsx.tensorflow.compression import Compression, Compressor
+from bpsx.tensorflow.exchange import Exchange
+from bpsx.tensorflow.reductions import averages
 
 
 def DistributedOptimizer(
@@ -16,14 +18,19 @@ def DistributedOptimizer(
     compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False, backward_passes_per_step: int = 1, op: Any = None,
     compression_params: Params = None,
 ) -> Any:
-    """A Keras optimizer that works with the gradients of all workers: see :func:`bpsx.tensorflow.keras.DistributedOptimizer`.
+    """An optimizer that works with the averages (``op=Sum``: sums) of all workers' gradients.
 
-    ``use_locking`` is BytePS's and ignored. Raises :class:`~bpsx.errors.ConfigError`.
+    ``optimizer``: of Keras, for which see :func:`bpsx.tensorflow.keras.DistributedOptimizer`; or of ``tf.compat.v1.train``, whose
+    ``compute_gradients`` then gives the averages. There ``backward_passes_per_step`` adds up the gradients of so many ``minimize`` calls, of which
+    the last exchanges and applies the sums; ``name`` and ``use_locking`` are what such optimizers take. ``compression_params``: as for
+    :func:`bpsx.torch.DistributedOptimizer`, one for all or by variables' names. ``device_dense`` and ``device_sparse`` are BytePS's and ignored.
+
+    In asynchronous training the weights' changes travel, see ``docs/async.md``. Raises :class:`~bpsx.errors.ConfigError`.
     """
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        exchange = Exchange("DistributedOptimizer", averages(op, None, "DistributedOptimizer"), compression, compression_params, sparse_as_dense)
+        return v1.distributed(optimizer, name, use_locking, exchange, backward_passes_per_step)
     from bpsx.tensorflow.keras import optimizer as of_keras  # Keras takes seconds to import
 
-    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        raise ConfigError("DistributedOptimizer: an optimizer of tf.compat.v1.train cannot be used: use one of Keras, or push_pull() what its "
-                          "compute_gradients() returns")
     return of_keras.DistributedOptimizer(optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, op, backward_passes_per_step,
                                          compression_params)

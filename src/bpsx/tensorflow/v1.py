@@ -1,0 +1,114 @@
+"""DistributedOptimizer for optimizers of ``tf.compat.v1.train``, in v1 graphs, functions and eager code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from bpsx import _adapter
+from bpsx.errors import ConfigError
+from bpsx.tensorflow.asynchronous import Weights
+from bpsx.tensorflow.exchange import Exchange
+from bpsx.tensorflow.tracing import as_it_is
+
+
+class Accumulated:
+    """Gradients added up over several passes, in variables of its own."""
+
+    def __init__(self, passes: int) -> None:
+        self._passes = passes
+        self._count: Any = None
+        self._kept: dict[str, Any] = {}         # by the variable's name
+
+    def add(self, pairs: list[tuple[Any, Any]]) -> tuple[Any, list[tuple[Any, Any]]]:
+        """Whether this is the last pass, and pairs of sums and variables."""
+        own = [(tf.convert_to_tensor(g), v) for g, v in pairs if g is not None]
+        with tf.init_scope() if tf.inside_function() else tf.name_scope("bpsx_passes"):
+            if self._count is None:
+                self._count = tf.compat.v1.Variable(0, trainable=False, use_resource=True, name="bpsx_pass")
+            for gradient, variable in own:
+                if variable.name not in self._kept:
+                    self._kept[variable.name] = tf.compat.v1.Variable(tf.zeros(variable.shape, gradient.dtype), trainable=False, use_resource=True)
+        kept = [self._kept[v.name] for _, v in own]
+        sums = [k.assign_add(g, read_value=True) for k, (g, _) in zip(kept, own, strict=True)]
+        number = self._count.assign_add(1, read_value=True)
+        return tf.equal(number % self._passes, 0), [(tf.identity(s), v) for s, (_, v) in zip(sums, own, strict=True)]
+
+    def clear(self, after: list[Any]) -> list[Any]:
+        """Begin again, once ``after`` is there."""
+        with tf.control_dependencies(after):
+            return [k.assign(tf.zeros(k.shape, k.dtype), read_value=False) for k in self._kept.values()]
+
+
+class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
+    """What :func:`bpsx.tensorflow.DistributedOptimizer` returns for them: computes gradients of all workers, and leaves the rest to the optimizer."""
+
+    def __init__(self, optimizer: Any, name: str | None, use_locking: bool, exchange: Exchange, passes: int) -> None:
+        super().__init__(name=name or f"Distributed{type(optimizer).__name__}", use_locking=use_locking)
+        self._optimizer, self._exchange, self._weights = optimizer, exchange, Weights()
+        self._passes = Accumulated(passes) if passes > 1 else None
+        self._last: Any = None      # whether the gradients that were computed last are complete
+
+    @as_it_is
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """As the optimizer's own, and then summed or averaged over all workers. With ``backward_passes_per_step`` they are complete in the last pass;
+        :meth:`apply_gradients` knows when."""
+        pairs = list(self._optimizer.compute_gradients(*args, **kwargs))
+        if _adapter.session().config.asynchronous:
+            return pairs
+        if self._passes is None:
+            return self._exchanged(pairs)
+        self._last, sums = self._passes.add(pairs)
+        gradients = tf.cond(self._last, lambda: [g for g, _ in self._exchanged(sums)], lambda: [tf.identity(g) for g, _ in sums])
+        return list(zip(gradients, [v for _, v in sums], strict=True))
+
+    def _exchanged(self, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        variables = [v for _, v in pairs]
+        rate = getattr(self._optimizer, "_learning_rate", getattr(self._optimizer, "_lr", None))
+        rate = rate() if callable(rate) else rate
+        return list(zip(self._exchange([g for g, _ in pairs], variables, rate=rate), variables, strict=True))
+
+    @as_it_is
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
+        """As the optimizer's own; with ``backward_passes_per_step``, only in the last pass."""
+        pairs = list(grads_and_vars)
+
+        def apply() -> Any:
+            return self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
+
+        if _adapter.session().config.asynchronous:
+            return self._weights.step(apply, [v for g, v in pairs if g is not None])
+        if self._passes is None or self._last is None:
+            return apply()
+        passes = self._passes
+        last, self._last = self._last, None
+
+        def finish() -> Any:
+            done = apply()
+            cleared = passes.clear([done] if done is not None else [])
+            with tf.control_dependencies([c for c in cleared if c is not None]):
+                return tf.constant(True)
+
+        return tf.cond(last, finish, lambda: tf.constant(False))
+
+    def get_slot(self, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's own."""
+        return self._optimizer.get_slot(*args, **kwargs)
+
+    def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's own."""
+        return self._optimizer.get_slot_names(*args, **kwargs)
+
+    def variables(self, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's own."""
+        return self._optimizer.variables(*args, **kwargs)
+
+
+def distributed(optimizer: Any, name: str | None, use_locking: bool, exchange: Exchange, passes: Any) -> _DistributedOptimizer:
+    """``optimizer`` with the gradients of all workers. Raises :class:`ConfigError`."""
+    if isinstance(optimizer, _DistributedOptimizer):
+        raise ConfigError(f"DistributedOptimizer: this {type(optimizer._optimizer).__name__} is distributed already")
+    if not isinstance(passes, int) or passes < 1:
+        raise ConfigError(f"DistributedOptimizer: backward_passes_per_step={passes!r}: allowed are integers from 1")
+    return _DistributedOptimizer(optimizer, name, use_locking, exchange, passes)

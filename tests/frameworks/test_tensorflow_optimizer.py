@@ -1,0 +1,197 @@
+"""DistributedOptimizer for ``tf.compat.v1.train``, and asynchronous training. ``job_*`` functions run in the workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow_job import Finished, each, run_job
+from tensorflow_models import data, mlp
+
+import bpsx.tensorflow as bps
+from bpsx.errors import ConfigError
+
+WORKERS = 2
+v1 = tf.compat.v1
+
+
+# ---- what the workers do
+
+def data_of(worker: int | None, steps: int = 6) -> np.ndarray:
+    """(steps, rows, 6): this worker's, or all."""
+    inputs, _ = data(steps)
+    return inputs.reshape(steps, -1, 6) if worker is None else inputs[:, worker]
+
+
+def in_graph(make: Any, worker: int | None, steps: int = 6, loss_of: Any = None) -> Any:
+    """The weights after minimizing in a v1 graph, and the number of steps that were counted."""
+    with tf.Graph().as_default(), v1.Session() as sess:
+        x = v1.placeholder(tf.float32, (None, 6))
+        w = v1.get_variable("w", initializer=np.linspace(-1, 1, 6, dtype=np.float32))
+        b = v1.get_variable("b", initializer=np.float32(0.5))
+        unused = v1.get_variable("unused", initializer=np.float32(0.5))
+        loss = tf.reduce_mean(tf.square(tf.linalg.matvec(x, w) + b - 1))
+        step = v1.train.get_or_create_global_step()
+        optimizer = make()
+        train = optimizer.minimize(loss, global_step=step, var_list=[w, b, unused])
+        sess.run(v1.global_variables_initializer())
+        for batch in data_of(worker, steps):
+            sess.run(train, {x: batch})
+        return *sess.run([w, b]), int(sess.run(step)), len(optimizer.variables())
+
+
+def in_function(make: Any, worker: int | None, traced: bool, steps: int = 6) -> Any:
+    w, b = tf.Variable(np.linspace(-1, 1, 6, dtype=np.float32), name="w"), tf.Variable(np.float32(0.5), name="b")
+    optimizer = make()
+
+    def step(x: tf.Tensor) -> None:
+        def loss() -> tf.Tensor:
+            return tf.reduce_mean(tf.square(tf.linalg.matvec(x, w) + b - 1))
+        optimizer.minimize(loss, var_list=[w, b])
+
+    run = tf.function(step) if traced else step
+    for batch in data_of(worker, steps):
+        run(tf.constant(batch))
+    return w.numpy(), b.numpy()
+
+
+def momentum() -> Any:
+    return v1.train.MomentumOptimizer(0.1, 0.9)
+
+
+def job_v1() -> Any:
+    rank = bps.rank()
+    return {"alone": in_graph(momentum, None), "graph": in_graph(lambda: bps.DistributedOptimizer(momentum()), rank),
+             "eager": in_function(lambda: bps.DistributedOptimizer(momentum()), rank, False),
+             "traced": in_function(lambda: bps.DistributedOptimizer(momentum()), rank, True),
+             "sum": in_graph(lambda: bps.DistributedOptimizer(momentum(), op=bps.Sum), rank),
+             "half alone": in_graph(lambda: v1.train.MomentumOptimizer(0.2, 0.9), None),
+             "corrected": in_graph(lambda: bps.DistributedOptimizer(
+                 momentum(), compression_params={"compressor": "topk", "k": 0.9999, "ef": "corrected"}), rank)}
+
+
+def job_passes() -> Any:
+    """Two passes a step: the sums of two batches' gradients, applied in every second call."""
+    def twice(worker: int | None) -> np.ndarray:
+        whole = data_of(worker)
+        return whole.reshape(3, 2 * whole.shape[1], 6)
+
+    rank = bps.rank()
+    w, b = tf.Variable(np.linspace(-1, 1, 6, dtype=np.float32)), tf.Variable(np.float32(0.5))
+    optimizer = v1.train.MomentumOptimizer(0.2, 0.9)        # of the mean: half of the sum
+    for batch in twice(None):
+        optimizer.minimize(lambda batch=batch: tf.reduce_mean(tf.square(tf.linalg.matvec(tf.constant(batch), w) + b - 1)), var_list=[w, b])
+    made = lambda: bps.DistributedOptimizer(momentum(), backward_passes_per_step=2)  # noqa: E731
+    return {"alone": (w.numpy(), b.numpy()), "graph": in_graph(made, rank), "eager": in_function(made, rank, False),
+            "traced": in_function(made, rank, True)}
+
+
+def job_refused() -> Any:
+    told = []
+    for call in (lambda: bps.DistributedOptimizer(momentum(), backward_passes_per_step=0),
+                 lambda: bps.DistributedOptimizer(bps.DistributedOptimizer(momentum())),
+                 lambda: bps.DistributedOptimizer(momentum(), op=bps.Adasum)):
+        try:
+            call()
+        except ConfigError as e:
+            told.append(str(e))
+    return told
+
+
+def job_async() -> Any:
+    """Every worker's steps are in the servers' weights once, whoever made them; all begin with worker 0's."""
+    found = {}
+    for way in ("keras", "keras eager", "v1", "v1 eager"):
+        if way.startswith("keras"):
+            model = mlp()
+            model.set_weights([w * 0 + bps.rank() for w in model.get_weights()])
+            optimizer = bps.DistributedOptimizer(keras.optimizers.SGD(1.0))
+
+            def step(optimizer: Any = optimizer, model: Any = model) -> None:
+                optimizer.apply([tf.ones_like(v) for v in model.trainable_variables], model.trainable_variables)
+
+            run = step if "eager" in way else tf.function(step)
+            for _ in range(5):
+                run()
+            bps.barrier()
+            optimizer.apply([tf.zeros_like(v) for v in model.trainable_variables], model.trainable_variables)
+            found[way] = [np.array(w).ravel()[0] for w in model.get_weights()]
+        elif way == "v1":
+            with tf.Graph().as_default(), v1.Session() as sess:
+                w = v1.get_variable("async_w", initializer=np.float32(bps.rank()))
+                scale = v1.placeholder(tf.float32, ())
+                train = bps.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0)).minimize(w * scale)
+                sess.run(v1.global_variables_initializer())
+                for _ in range(5):
+                    sess.run(train, {scale: 1.0})
+                bps.barrier()
+                sess.run(train, {scale: 0.0})
+                found[way] = [float(sess.run(w))]
+        else:
+            w = tf.Variable(np.float32(bps.rank()), name="eager w")
+            optimizer = bps.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0))
+            for _ in range(5):
+                optimizer.minimize(lambda w=w: w * 1.0, var_list=[w])
+            bps.barrier()
+            optimizer.minimize(lambda w=w: w * 0.0, var_list=[w])
+            found[way] = [float(w)]
+    with tf.GradientTape() as tape:
+        y = w * 2.0
+    try:
+        bps.DistributedGradientTape(tape).gradient(y, [w])
+    except ConfigError as e:
+        found["tape"] = [str(e)]
+    return found
+
+
+JOBS = ["job_v1", "job_passes", "job_refused"]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    done = run_job(__file__, JOBS, tmp_path_factory, WORKERS)
+    assert done.status == 0, done.output
+    return done
+
+
+# ---- what is expected of it
+
+def same(a: Any, b: Any, tolerance: float = 1e-5) -> bool:
+    return all(np.allclose(x, y, rtol=tolerance, atol=tolerance) for x, y in zip(a[:2], b[:2], strict=True))
+
+
+LIKE = {"graph": "alone", "eager": "alone", "traced": "alone", "corrected": "alone", "sum": "half alone"}
+
+
+@pytest.mark.parametrize(("way", "like"), LIKE.items())
+def test_v1_optimizers_train_as_one_worker_does_on_the_joined_batch(job, way, like):
+    first, second = each(job, "job_v1")
+    assert all(np.array_equal(a, b) for a, b in zip(first[way][:2], second[way][:2], strict=True))
+    assert same(first[way], first[like], 1e-3 if way == "corrected" else 1e-5)
+    if way != "eager" and way != "traced":
+        assert first[way][2:] == first["alone"][2:]
+
+
+@pytest.mark.parametrize("way", ["graph", "eager", "traced"])
+def test_passes_are_added_up(job, way):
+    for found in each(job, "job_passes"):
+        assert same(found[way], found["alone"])
+        if way == "graph":
+            assert found[way][2] == 3       # global steps
+
+
+def test_refused(job):
+    for told in each(job, "job_refused"):
+        assert ["backward_passes_per_step=0" in told[0], "distributed already" in told[1], "Adasum" in told[2]] == [True] * 3
+
+
+def test_asynchronous_training(tmp_path):
+    done = run_job(__file__, ["job_async"], tmp_path, WORKERS, BYTEPS_ENABLE_ASYNC="1")
+    assert done.status == 0, done.output
+    for found in each(done, "job_async"):
+        assert found["keras"] == found["keras eager"] == [-10.0] * 4
+        assert found["v1"] == found["v1 eager"] == [-10.0]
+        assert "use DistributedOptimizer" in found["tape"][0]
