@@ -1,0 +1,23 @@
+"""TensorFlow's MirroredStrategy in every worker of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from bpsx.tensorflow.distribute.cross_device_ops import CrossDeviceOps
+
+
+class MirroredStrategy(tf.distribute.MirroredStrategy):  # type: ignore[misc]
+    """Mirrors variables on this worker's ``devices`` (by default, its GPUs), and keeps all workers' alike: gradients are reduced over devices and
+    then averaged over workers.
+
+    Make variables alike first: :func:`bpsx.tensorflow.broadcast_variables`, or its Keras callback. ``num_replicas_in_sync`` counts this worker's
+    devices. ``cross_device_ops``: what reduces, by default a :class:`CrossDeviceOps`; another one reduces in this worker only and is wrapped.
+    """
+
+    def __init__(self, devices: Sequence[str] | None = None, cross_device_ops: Any = None) -> None:
+        ours = cross_device_ops if isinstance(cross_device_ops, CrossDeviceOps) else CrossDeviceOps(cross_device_ops)
+        super().__init__(devices=devices, cross_device_ops=ours)

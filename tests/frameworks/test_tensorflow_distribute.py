@@ -1,0 +1,88 @@
+"""MirroredStrategy: two devices in each of two workers. ``job_*`` functions run in the workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow_job import Finished, each, run_job
+from tensorflow_models import BATCH, data, joined, mlp
+
+import bpsx.tensorflow as bps
+from bpsx.tensorflow.distribute import CrossDeviceOps, MirroredStrategy
+from bpsx.tensorflow.keras.callbacks import BroadcastGlobalVariablesCallback
+
+WORKERS = 2
+STEPS = 4
+
+
+def two_devices() -> list[str]:
+    cpu, = tf.config.list_physical_devices("CPU")
+    if not tf.config.get_logical_device_configuration(cpu):
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    return ["CPU:0", "CPU:1"]
+
+
+def job_fit() -> Any:
+    """Keras's fit: four parts of each batch on four devices."""
+    found = {}
+    two_devices()
+    ways = {"plain": None, "fp16": CrossDeviceOps(compression=bps.Compression.fp16), "wrapped": tf.distribute.HierarchicalCopyAllReduce()}
+    for name, ops in ways.items():
+        strategy = MirroredStrategy(two_devices(), ops)
+        with strategy.scope():
+            model = mlp()
+            if bps.rank() == 1:
+                model.set_weights([w + 1 for w in model.get_weights()])
+            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        inputs, labels = data(STEPS)
+        x, y = inputs[:, bps.rank()].reshape(-1, 6), labels[:, bps.rank()].reshape(-1)
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[BroadcastGlobalVariablesCallback(0)])
+        found[name] = [np.array(w) for w in model.get_weights()]
+    found["alone"] = joined(STEPS)
+    return found
+
+
+def job_loop() -> Any:
+    """A loop of one's own; what one worker reduces for itself needs nobody."""
+    strategy = MirroredStrategy(two_devices())
+    with strategy.scope():
+        v = tf.Variable([1.0, 2.0])
+
+    @tf.function
+    def step() -> Any:
+        def replica() -> tf.Tensor:
+            context = tf.distribute.get_replica_context()
+            gradient = tf.ones(2) * tf.cast(context.replica_id_in_sync_group + 1 + 10 * bps.rank(), tf.float32)
+            total, = context.all_reduce("MEAN", [gradient])
+            v.assign_sub(total)
+            return total
+        return strategy.run(replica)
+
+    results = [r.numpy().tolist() for r in strategy.experimental_local_results(step())]
+    alone = float(strategy.reduce("SUM", strategy.run(lambda: tf.constant(1.0)), axis=None)) if bps.rank() == 1 else 2.0
+    return results, v.numpy().tolist(), alone
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    done = run_job(__file__, ["job_fit", "job_loop"], tmp_path_factory, WORKERS)
+    assert done.status == 0, done.output
+    return done
+
+
+@pytest.mark.parametrize(("way", "tolerance"), [("plain", 1e-5), ("wrapped", 1e-5), ("fp16", 3e-3)])
+def test_fit_trains_as_one_device_does_on_the_joined_batch(job, way, tolerance):
+    first, second = each(job, "job_fit")
+    for a, b, alone in zip(first[way], second[way], first["alone"], strict=True):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_allclose(a, alone, rtol=tolerance, atol=tolerance)
+
+
+def test_a_loop_of_ones_own(job):
+    # the mean of 1 and 2 on worker 0, of 11 and 12 on worker 1
+    for results, variable, alone in each(job, "job_loop"):
+        assert results == [[6.5, 6.5]] * 2 and variable == [-5.5, -4.5] and alone == 2
