@@ -18,6 +18,7 @@ BENCHES = {
     "trust": "seconds from a death to the exceptions, by role and stage; joining, start and stop of a job",
     "soak": "jobs started and stopped 1,000 times: failures, leaks, leftovers",
     "torch": "step time of an MLP and a small GPT; against DistributedDataParallel with gloo; what hides behind backward; CrossBarrier",
+    "tensorflow": "100 gradients against the NumPy API; a training step against MultiWorkerMirroredStrategy",
     "gpu": "tensors on GPUs against PyTorch's NCCL: rates, latency, steps of large networks, on slow links too; against CPU tensors",
     "demo": "step time of examples/pytorch/digits.py; against DistributedDataParallel with gloo",
 }
