@@ -1,6 +1,6 @@
 """Scripts for BytePS, Horovod and DDP, and what they become: docs/migrating.md shows the difference, and they train.
 
-    python tests/frameworks/test_torch_migrating.py         # write the differences into the page
+    PYTHONPATH=tests python tests/frameworks/test_torch_migrating.py         # write the differences into the page
 """
 
 from __future__ import annotations

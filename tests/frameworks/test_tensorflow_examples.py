@@ -1,0 +1,91 @@
+"""Every example of examples/tensorflow, as its page says to start it, at small sizes; and scripts for BytePS and Horovod with the import changed."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tensorflow_job import QUIET
+
+from frameworks.running import launch
+
+pytestmark = pytest.mark.timeout(300)
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "tensorflow"
+SCRIPTS = sorted(p.name for p in EXAMPLES.glob("*.py"))
+MIGRATING = Path(__file__).parent / "migrating"
+
+
+def example(name: str, *arguments: str) -> str:
+    """What two workers print."""
+    status, output = launch([sys.executable, str(EXAMPLES / name), *arguments], 2, 1, **QUIET)
+    assert status == 0, output[-3000:]
+    assert "[worker 0] 2 workers, " in output and "the same on all workers" in output and "DIFFER" not in output, output
+    return output
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert ended.value.code == 0
+    assert f"bpsx-run --local --workers 2 --servers 1 python examples/tensorflow/{name}" in capsys.readouterr().out
+
+
+def test_the_page_lists_all() -> None:
+    text = (ROOT / "examples" / "README.md").read_text()
+    assert sorted(set(re.findall(r"\]\(tensorflow/(\w+\.py)\)", text))) == SCRIPTS
+
+
+@pytest.mark.parametrize("arguments", [[], ["--jit"], ["--eager"]], ids=["function", "jit", "eager"])
+def test_digits(arguments: list[str]) -> None:
+    output = example("digits.py", "--epochs", "2", "--hidden", "64", *arguments)
+    losses = [float(text) for text in re.findall(r"loss (\d+\.\d+)", output)]
+    assert len(losses) == 2 and losses[1] < losses[0]
+
+
+def test_keras_fit(tmp_path: Path) -> None:
+    output = example("keras_fit.py", "--epochs", "4", "--save", str(tmp_path / "digits.keras"), "--compress", "topk")
+    losses = [float(text) for text in re.findall(r"loss (\d+\.\d+)", output)]
+    assert len(losses) == 4 and losses[-1] < losses[0] and (tmp_path / "digits.keras").exists()
+
+
+@pytest.mark.parametrize("model", ["ResNet50", "VGG16"])
+def test_synthetic_benchmark(model: str) -> None:
+    output = example("synthetic_benchmark.py", "--model", model, "--quick", "--fp16-pushpull")
+    assert f"2 workers, {model} with " in output and "total images/s on 2 workers" in output
+
+
+@pytest.mark.parametrize(("name", "module", "ours"), [
+    ("tensorflow", "byteps.tensorflow", "bpsx.tensorflow"), ("keras", "horovod.keras", "bpsx.keras"),
+])
+def test_scripts_train_with_the_import_changed(name: str, module: str, ours: str) -> None:
+    before, after = ((MIGRATING / f"{name}_{which}.py").read_text() for which in ("before", "after"))
+    assert after == before.replace(f"import {module} as", f"import {ours} as") and after != before
+    status, output = launch([sys.executable, str(MIGRATING / f"{name}_after.py")], 2, 1, **QUIET)
+    assert status == 0, output[-3000:]
+    losses = [float(text) for text in re.findall(r"epoch \d: loss (\S+),", output)]
+    weights = dict(re.findall(r"worker (\d): weights add up to (\S+)", output))
+    assert len(losses) > 3 and losses[-1] < 0.7 * losses[0], output
+    assert sorted(weights) == ["0", "1"] and weights["0"] == weights["1"], output
+
+
+def test_the_benchmark_runs_and_reports() -> None:
+    done = subprocess.run([sys.executable, "-m", "bench", "tensorflow", "--quick", "--json"], cwd=ROOT, capture_output=True, text=True, timeout=240,
+                          check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    cases = {c["case"]: c for c in json.loads(done.stdout)["cases"]}
+    assert list(cases) == ["overhead-function", "overhead-eager", "step", "step-keras", "step-alone"]
+    assert all(c["value"] > 0 and c["peer"] > 0 for c in cases.values())
+
+
+def test_unknown_cases_of_the_benchmark_are_named() -> None:
+    done = subprocess.run([sys.executable, "-m", "bench", "tensorflow", "--only", "nothing"], cwd=ROOT, capture_output=True, text=True, timeout=60,
+                          check=False)
+    assert done.returncode == 1 and "no nothing" in done.stderr
