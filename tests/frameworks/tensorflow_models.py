@@ -31,6 +31,13 @@ def loss_of(model: Any, x: Any, y: Any) -> tf.Tensor:
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=model(x, training=True)))
 
 
+def whole(variables: Any, **more: Any) -> dict[str, dict[str, Any]]:
+    """``compression_params`` that compress every gradient, and lose nothing: all values and their places."""
+    from bpsx.tensorflow.exchange import names_of
+
+    return {name: {"compressor": "topk", "k": int(np.prod(v.shape)), **more} for name, v in zip(names_of(variables), variables, strict=True)}
+
+
 def joined(steps: int = 4) -> list[np.ndarray]:
     """The weights after training alone, on all workers' batches, with SGD and momentum."""
     import keras

@@ -78,3 +78,59 @@ def test_a_call_under_way_does_not_keep_a_process_from_ending():
         assert "AbortedError" in job.workers[0].text() and "ShutdownError: bpsx was shut down while this was under way" in job.workers[0].text()
         job.workers[1].say("go")
         job.workers[1].wait(60)
+
+
+_RESUMED = """
+    import tensorflow as tf
+    import bpsx.tensorflow as bps
+    bps.init()
+    v = tf.Variable([0.0, 0.0], name="v")
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(v * x)
+        gradient = bps.DistributedGradientTape(tape).gradient(loss, v)
+        v.assign_sub(gradient)
+        return gradient
+
+    def run():
+        return float(step(tf.constant(bps.rank() + 1.0))[0])
+
+    if ELASTIC:
+        report([run(), run()])
+        bps.suspend()
+        try:
+            step(tf.constant(1.0))
+        except tf.errors.FailedPreconditionError as e:
+            report("suspended" if "NotInitializedError" in e.message else e.message)
+        hear()
+        bps.resume(3, 1, global_rank=RANK)
+    bps.broadcast_variables([v], root_rank=0)
+    report([run(), run(), v.numpy().tolist(), step.experimental_get_tracing_count()])
+"""
+
+
+def test_a_function_goes_on_in_a_job_of_another_size():
+    def source(rank: int, elastic: bool) -> str:
+        return _RESUMED.replace("ELASTIC", str(elastic)).replace("RANK", str(rank))
+
+    with Job("", workers=0, servers=1, env={**QUIET, "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1"}) as job:
+        for rank in range(2):
+            job.start_worker(rank, source(rank, True))
+        for worker in job.workers:
+            worker.wait_for_line("suspended")
+        for p in (job.scheduler, *job.servers):
+            assert p is not None and p.wait() == 0
+            p.end()
+        job.servers = []
+        job._env["DMLC_NUM_WORKER"] = "3"
+        job.start_scheduler(int(job.port))
+        job.start_server(0)
+        job.start_worker(2, source(2, False))
+        for worker in job.workers[:2]:
+            worker.say("go")
+        for rank, worker in enumerate(job.workers):
+            assert worker.wait() == 0, worker.text()
+            assert worker.reports()[-1] == [2.0, 2.0, [-7.0, -7.0], 1]
+            assert rank == 2 or worker.reports()[0] == [1.5, 1.5]

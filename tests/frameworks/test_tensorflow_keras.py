@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow_job import Finished, each, run_job
-from tensorflow_models import BATCH, data, joined, mlp
+from tensorflow_models import BATCH, data, joined, mlp, whole
 
 import bpsx.keras
 import bpsx.tensorflow as bps
@@ -55,8 +55,9 @@ def job_training() -> Any:
         model = fit(bpk.DistributedOptimizer(sgd()), model, [bpk.callbacks.BroadcastGlobalVariablesCallback(0)], **options)
         found[name] = weights(model)
     found["fp16"] = weights(fit(bpk.DistributedOptimizer(sgd(), compression=bpk.Compression.fp16)))
-    found["topk"] = weights(fit(bps.DistributedOptimizer(sgd(), compression_params={"compressor": "topk", "k": 0.9999})))
-    found["corrected"] = weights(fit(bpk.DistributedOptimizer(sgd(), compression_params={"compressor": "topk", "k": 0.9999, "ef": "corrected"})))
+    for name, more in (("topk", {}), ("corrected", {"ef": "corrected"})):
+        model = mlp()
+        found[name] = weights(fit(bps.DistributedOptimizer(sgd(), compression_params=whole(model.trainable_variables, **more)), model))
     return found
 
 
@@ -124,7 +125,7 @@ def job_embedding() -> Any:
 def job_saved() -> Any:
     """Train, save, load on both, go on: as without a break. The file is one of Keras's own."""
     model = fit(bpk.DistributedOptimizer(keras.optimizers.Adam(0.01)), epochs=2)
-    whole = weights(model)
+    straight = weights(model)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.keras")
         fit(bpk.DistributedOptimizer(keras.optimizers.Adam(0.01))).save(path)
@@ -132,7 +133,7 @@ def job_saved() -> Any:
         inputs, labels = data(STEPS)
         kinds = type(plain.optimizer) is keras.optimizers.Adam, type(loaded.optimizer) is keras.optimizers.Adam, int(loaded.optimizer.iterations)
         loaded.fit(inputs[:, bps.rank()].reshape(-1, 6), labels[:, bps.rank()].reshape(-1), batch_size=BATCH, shuffle=False, verbose=0)
-    return whole, kinds, weights(loaded)
+    return straight, kinds, weights(loaded)
 
 
 class Watch(keras.callbacks.Callback):  # type: ignore[misc]
@@ -218,7 +219,7 @@ JOBS = [name for name in dir() if name.startswith("job_")]
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    done = run_job(__file__, JOBS, tmp_path_factory, WORKERS)
+    done = run_job(__file__, JOBS, tmp_path_factory, WORKERS, BYTEPS_MIN_COMPRESS_BYTES="0")
     assert done.status == 0, done.output
     return done
 
@@ -262,8 +263,8 @@ def test_embeddings(job):
 
 
 def test_saved_and_loaded(job):
-    for whole, kinds, loaded in each(job, "job_saved"):
-        assert kinds == (True, False, STEPS) and same(loaded, whole)
+    for straight, kinds, loaded in each(job, "job_saved"):
+        assert kinds == (True, False, STEPS) and same(loaded, straight)
 
 
 def test_learning_rates(job):

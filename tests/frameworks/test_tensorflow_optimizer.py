@@ -69,8 +69,8 @@ def job_v1() -> Any:
              "traced": in_function(lambda: bps.DistributedOptimizer(momentum()), rank, True),
              "sum": in_graph(lambda: bps.DistributedOptimizer(momentum(), op=bps.Sum), rank),
              "half alone": in_graph(lambda: v1.train.MomentumOptimizer(0.2, 0.9), None),
-             "corrected": in_graph(lambda: bps.DistributedOptimizer(
-                 momentum(), compression_params={"compressor": "topk", "k": 0.9999, "ef": "corrected"}), rank)}
+             "corrected": in_graph(lambda: bps.DistributedOptimizer(momentum(), compression_params={
+                 f"{name}:0": {"compressor": "topk", "k": k, "ef": "corrected"} for name, k in (("w", 6), ("b", 1))}), rank)}
 
 
 def job_passes() -> Any:
@@ -140,10 +140,16 @@ def job_async() -> Any:
             found[way] = [float(w)]
     with tf.GradientTape() as tape:
         y = w * 2.0
-    try:
-        bps.DistributedGradientTape(tape).gradient(y, [w])
-    except ConfigError as e:
-        found["tape"] = [str(e)]
+    half = bps.Compression.fp16
+    calls = [lambda: bps.DistributedGradientTape(tape).gradient(y, [w]),
+             lambda: bps.DistributedOptimizer(keras.optimizers.SGD(1.0), compression=half).apply([tf.ones_like(w)], [w]),
+             lambda: bps.DistributedOptimizer(momentum(), compression_params={"compressor": "onebit"}).apply_gradients([(tf.ones_like(w), w)])]
+    found["refused"] = []
+    for call in calls:
+        try:
+            call()
+        except ConfigError as e:
+            found["refused"].append(str(e))
     return found
 
 
@@ -152,7 +158,7 @@ JOBS = ["job_v1", "job_passes", "job_refused"]
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    done = run_job(__file__, JOBS, tmp_path_factory, WORKERS)
+    done = run_job(__file__, JOBS, tmp_path_factory, WORKERS, BYTEPS_MIN_COMPRESS_BYTES="0")
     assert done.status == 0, done.output
     return done
 
@@ -194,4 +200,5 @@ def test_asynchronous_training(tmp_path):
     for found in each(done, "job_async"):
         assert found["keras"] == found["keras eager"] == [-10.0] * 4
         assert found["v1"] == found["v1 eager"] == [-10.0]
-        assert "use DistributedOptimizer" in found["tape"][0]
+        tape, *compressed = found["refused"]
+        assert "use DistributedOptimizer" in tape and len(compressed) == 2 and all("leave compression" in text for text in compressed)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow_job import Finished, each, run_job
-from tensorflow_models import data, joined, loss_of, mlp
+from tensorflow_models import data, joined, loss_of, mlp, whole
 
 import bpsx.tensorflow as bps
 from bpsx.api import session
@@ -22,10 +22,12 @@ MANY = 10_000
 
 # ---- what the workers do
 
-def _train(traced: bool, steps: int = 4, compiled: bool = False, **options: Any) -> list[np.ndarray]:
+def _train(traced: bool, steps: int = 4, compiled: bool = False, compressed: bool = False, **options: Any) -> list[np.ndarray]:
     import keras
 
     model, optimizer = mlp(), keras.optimizers.SGD(0.1, momentum=0.9)
+    if compressed:
+        options["compression_params"] = whole(model.trainable_variables, ef="vanilla")
     if bps.rank() == 1:
         model.set_weights([w + 1 for w in model.get_weights()])
     bps.broadcast_variables(model.variables, 0)
@@ -47,7 +49,7 @@ def _train(traced: bool, steps: int = 4, compiled: bool = False, **options: Any)
 
 def job_training() -> Any:
     return {"alone": joined(), "eager": _train(False), "traced": _train(True), "fp16": _train(True, compression=bps.Compression.fp16),
-            "summed": _train(False, op=bps.Sum), "topk": _train(True, compression_params={"compressor": "topk", "k": 0.9999}),
+            "summed": _train(False, op=bps.Sum), "topk": _train(True, compressed=True),
             "compiled": _train(True, compiled=True), "compiled fp16": _train(True, compiled=True, compression=bps.Compression.fp16)}
 
 
@@ -125,6 +127,18 @@ def job_same_names() -> Any:
     return first, names
 
 
+def job_error_feedback() -> Any:
+    """What a step has not sent goes with the next, whose tape is another one."""
+    v = tf.Variable(tf.zeros(8), name="fed back")
+
+    def step() -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(v * tf.constant([5.0, 4.0, 3.0, 2.0, 0.0, 0.0, 0.0, 0.0]))
+        return bps.DistributedGradientTape(tape, compression_params={"compressor": "topk", "k": 1, "ef": "vanilla"}).gradient(loss, v)
+
+    return [run().numpy().tolist() for run in (step, step, step, tf.function(step))]
+
+
 def job_refused() -> Any:
     told = []
     for options in ({"op": bps.Adasum}, {"compression": int}, {"compression": bps.Compression.fp16, "compression_params": {"compressor": "onebit"}}):
@@ -168,7 +182,7 @@ JOBS = [name for name in dir() if name.startswith("job_")]
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    done = run_job(__file__, JOBS, tmp_path_factory, WORKERS)
+    done = run_job(__file__, JOBS, tmp_path_factory, WORKERS, BYTEPS_MIN_COMPRESS_BYTES="0")
     assert done.status == 0, done.output
     return done
 
@@ -216,6 +230,12 @@ def test_names(job):
     for (one, two), names in each(job, "job_same_names"):
         assert one == [0, 2, 4] and two == [0, 1, 2]
         assert names == {"Gradient.same:0", "Gradient.same:0#2", "Gradient.same:0#3"}
+
+
+def test_error_feedback_goes_on_from_tape_to_tape(job):
+    # 5 4 3 2 -> 5; 5 8 6 4 -> 8; 10 4 9 6 -> 10; 5 8 12 8 -> 12
+    for found in each(job, "job_error_feedback"):
+        assert found == [[5] + [0] * 7, [0, 8] + [0] * 6, [10] + [0] * 7, [0, 0, 12] + [0] * 5]
 
 
 def test_refused(job):

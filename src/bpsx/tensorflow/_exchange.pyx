@@ -1,5 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 """Calls of TensorFlow's and XLA's, to the core and back."""
+from cpython.exc cimport PyErr_SetInterrupt
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int64_t, uint32_t, uintptr_t
 from libc.string cimport memcpy
@@ -183,14 +184,15 @@ cdef begin_part(session, Plan plan, uint32_t i, Part *part):
         for length in shape:
             size *= length
         dtype, shape = "uint8", (*shape, part.n_bytes // size if size else 0)
-    owner = stage(part) if part.call.caller.goes_first and plan.root < 0 else None
-    target = TensorView(<uintptr_t>part.target, part.n_bytes, dtype, shape, owner)
-    if plan.root >= 0:
-        if part.source != part.target:
-            with nogil:
-                memcpy(part.target, part.source, part.n_bytes)
-        return session.broadcast(plan.names[i], target, plan.root)
-    source = target if part.source == part.target else TensorView(<uintptr_t>part.source, part.n_bytes, dtype, shape, owner)
+    if plan.root >= 0 and part.source != part.target:
+        with nogil:
+            memcpy(part.target, part.source, part.n_bytes)
+        part.source = part.target
+    owner = stage(part) if part.call.caller.goes_first and plan.root in (-1, session.rank) else None
+    source = TensorView(<uintptr_t>part.source, part.n_bytes, dtype, shape, owner)
+    if plan.root >= 0:      # the root's target has what it gets already; the others push nothing
+        return session.broadcast(plan.names[i], source, plan.root)
+    target = source if part.source == part.target else TensorView(<uintptr_t>part.target, part.n_bytes, dtype, shape, owner)
     return session.push_pull(plan.names[i], source, target, average=plan.average, priority=plan.priorities[i], rate=part.call.rate)
 
 
@@ -242,8 +244,11 @@ cdef void fail(Call *call, error) noexcept:
         if isinstance(error, kind):
             code = found
             break
-    text = f"{type(error).__name__}: {error}".encode()
+    if isinstance(error, KeyboardInterrupt):        # the caller's thread shall have it as well
+        PyErr_SetInterrupt()
+    text = f"{type(error).__name__}: {error}".encode(errors="replace")
     call.caller.fail(call, code, text)
+
 
 @atexit.register
 def _end() -> None:

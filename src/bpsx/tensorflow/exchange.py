@@ -38,19 +38,31 @@ class Exchange:
     """Sums or averages gradients. Thread-safe in what it calls; one thread at a time may call it first.
 
     ``compression``: as a type before the exchange; ``params``: ``compression_params``, on the way. ``sparse_as_dense``: nothing travels as
-    IndexedSlices. Raises :class:`ConfigError`.
+    IndexedSlices. ``anew``: nothing is kept of what compression had left over under the same names; otherwise it goes on, as from one step's tape to
+    the next's. Raises :class:`ConfigError`.
     """
 
-    def __init__(self, verb: str, average: bool, compression: type[Compressor], params: Params, sparse_as_dense: bool) -> None:
+    def __init__(
+        self, verb: str, average: bool, compression: type[Compressor], params: Params, sparse_as_dense: bool, anew: bool = True,
+    ) -> None:
         check_compression(compression, verb)
         if params and compression is not NoneCompressor:
             raise ConfigError(f"{verb}: compression={compression.__name__} and compression_params: give one of them")
         self._verb, self._average, self._compression, self._params, self._as_dense = verb, average, compression, params, sparse_as_dense
+        self._anew = anew
         self._rates = False         # whether compression needs the learning rate
         self._declared: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()      # by session
 
+    def check_async(self) -> None:
+        """Raise :class:`ConfigError` if gradients were to be compressed, where changes of weights travel in their place."""
+        if self._params or self._compression is not NoneCompressor:
+            raise ConfigError(f"{self._verb}: with BYTEPS_ENABLE_ASYNC=1 servers add what is pushed to weights, in their own type: leave compression "
+                              "and compression_params out")
+
     def declare(self, names: Sequence[str]) -> None:
         """Say how they travel, once in a job."""
+        if not self._anew and not self._params:
+            return
         session = _adapter.session()
         known = self._declared.setdefault(session, set())
         new = [name for name in names if name not in known]
@@ -59,7 +71,7 @@ class Exchange:
         choices = choose(self._params, names, self._verb, {})
         self._rates = self._rates or any(choice.ef == "corrected" for choice in choices.values())
         for name in new:
-            session.declare(PREFIX + name, choices.get(name), anew=True)
+            session.declare(PREFIX + name, choices.get(name), anew=self._anew)
         known.update(new)
 
     def __call__(self, gradients: Sequence[Any], sources: Sequence[Any], rate: Any = None) -> list[Any]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 from types import ModuleType
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps
 
+log = logging.getLogger("bpsx.tensorflow")
 #: What TensorFlow's operations are called.
 PUSH_PULL, BROADCAST = "BpsxPushPull", "BpsxBroadcast"
 
@@ -31,7 +33,10 @@ def _load() -> ModuleType:
 
 def _leave_unordered() -> None:
     """Tell TensorFlow that these keep their own order: as stateful operations they would run one after the other in a function."""
-    known = auto_control_deps.MUST_RUN_ORDER_INSENSITIVE_STATEFUL_OPS
+    known = getattr(auto_control_deps, "MUST_RUN_ORDER_INSENSITIVE_STATEFUL_OPS", None)
+    if known is None:
+        log.warning("TensorFlow %s cannot be told that bpsx's operations need no order: in a function they run one after the other", tf.__version__)
+        return
     auto_control_deps.MUST_RUN_ORDER_INSENSITIVE_STATEFUL_OPS = known | {PUSH_PULL, BROADCAST}
 
 

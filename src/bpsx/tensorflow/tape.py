@@ -49,7 +49,8 @@ def DistributedGradientTape(
     """
     if not isinstance(gradtape, tf.GradientTape):
         raise ConfigError(f"DistributedGradientTape: a tf.GradientTape is needed, not {type(gradtape).__name__}")
-    exchange = Exchange("DistributedGradientTape", averages(op, None, "DistributedGradientTape"), compression, compression_params, sparse_as_dense)
+    average = averages(op, None, "DistributedGradientTape")
+    exchange = Exchange("DistributedGradientTape", average, compression, compression_params, sparse_as_dense, anew=False)
     cls = type(gradtape)
     made: Any = object.__new__(type(cls.__name__, (_DistributedGradientTape, cls), {"__module__": cls.__module__}))
     made.__dict__ = gradtape.__dict__

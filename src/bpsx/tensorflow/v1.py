@@ -78,6 +78,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
             return self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
 
         if _adapter.session().config.asynchronous:
+            self._exchange.check_async()
             return self._weights.step(apply, [v for g, v in pairs if g is not None])
         if self._passes is None or self._last is None:
             return apply()

@@ -42,6 +42,7 @@ class _Distributed:
         variables = this._trainable_variables if trainable_variables is None else trainable_variables
         base: Any = super()
         if _adapter.session().config.asynchronous:
+            self._bpsx_exchange.check_async()
             return self._bpsx_weights.step(lambda: base.apply(grads, trainable_variables), variables)
         return base.apply(self._exchanged(list(grads), variables), trainable_variables)
 
