@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import tempfile
 from typing import Any
 
@@ -420,3 +422,12 @@ def test_callbacks_that_are_not_known_are_not_touched(job):
     for told, after in each(job, "job_unknown_callbacks"):
         assert len(told) == 1 and told[0].startswith("FailedPreconditionError") and "in another way" in told[0]
         assert after == 2
+
+
+@pytest.mark.parametrize(("before", "told"), [
+    ("sys.modules['tensorflow'] = None", "bpsx.tensorflow needs TensorFlow 2.21 or newer: pip install tensorflow"),
+    ("sys.modules['tensorflow'] = types.ModuleType('tensorflow'); sys.modules['tensorflow'].__version__ = '2.9.1'", "this is 2.9.1"),
+])
+def test_a_tensorflow_that_is_missing_or_old_is_named(before, told):
+    done = subprocess.run([sys.executable, "-c", f"import sys, types; {before}; import bpsx.tensorflow"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and told in done.stderr.splitlines()[-1] and "ImportError" in done.stderr

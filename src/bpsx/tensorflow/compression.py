@@ -6,33 +6,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from bpsx.errors import ConfigError
+from bpsx.casting import Compressor, NoneCompressor
+from bpsx.casting import check_compression as _check
 
-
-class Compressor:
-    """What a compressor provides. Both methods make tensors out of tensors and can be traced into a graph."""
-
-    @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """The tensor to send, and a context for :meth:`decompress`."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decompress(tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
-        """The received ``tensor`` in the form that the matching :meth:`compress` was given."""
-        raise NotImplementedError
-
-
-class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
-
-    @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
-        return tensor
+__all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor", "check_compression"]
 
 
 class FP16Compressor(Compressor):
@@ -60,7 +37,5 @@ class Compression:
 
 
 def check_compression(compression: Any, verb: str) -> None:
-    """Raise :class:`ConfigError` unless ``compression`` is a compressor."""
-    if not (isinstance(compression, type) and issubclass(compression, Compressor)):
-        raise ConfigError(f"{verb}: compression={compression!r}: allowed are bpsx.tensorflow.Compression.none and .fp16, and other classes derived "
-                          "from bpsx.tensorflow.compression.Compressor")
+    """Raise :class:`~bpsx.errors.ConfigError` unless ``compression`` is a compressor."""
+    _check(compression, verb, "bpsx.tensorflow")

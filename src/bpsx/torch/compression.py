@@ -6,33 +6,10 @@ from typing import Any
 
 import torch
 
-from bpsx.errors import ConfigError
+from bpsx.casting import Compressor, NoneCompressor
+from bpsx.casting import check_compression as _check
 
-
-class Compressor:
-    """What a compressor provides. Both methods are pure: they never write to the tensor that they are given."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor to send, and a context for :meth:`decompress`. May return ``tensor`` itself: then it is sent as it is."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The received ``tensor`` in the form that the matching :meth:`compress` was given."""
-        raise NotImplementedError
-
-
-class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return tensor
+__all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor", "check_compression"]
 
 
 class FP16Compressor(Compressor):
@@ -60,7 +37,5 @@ class Compression:
 
 
 def check_compression(compression: Any, verb: str) -> None:
-    """Raise :class:`ConfigError` unless ``compression`` is a compressor."""
-    if not (isinstance(compression, type) and issubclass(compression, Compressor)):
-        raise ConfigError(f"{verb}: compression={compression!r}: allowed are bpsx.torch.Compression.none and .fp16, and other classes derived from "
-                          "bpsx.torch.compression.Compressor")
+    """Raise :class:`~bpsx.errors.ConfigError` unless ``compression`` is a compressor."""
+    _check(compression, verb, "bpsx.torch")
