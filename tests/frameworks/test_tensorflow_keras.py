@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -299,3 +300,33 @@ def test_refused(job):
 def test_keras_has_both_names():
     assert {name: getattr(bpsx.keras, name) for name in bpk.__all__} == {name: getattr(bpk, name) for name in bpk.__all__}
     assert bpsx.keras.callbacks.MetricAverageCallback is bpk.callbacks.MetricAverageCallback
+
+
+#: Upstream's functions and classes with their arguments, in their order (byteps/tensorflow, byteps/keras).
+UPSTREAM = {
+    bps.push_pull: "tensor scope average device_dense device_sparse compression op enable_async",
+    bps.broadcast: "tensor root_rank scope name is_variable", bps.broadcast_variables: "variables root_rank scope",
+    bps.broadcast_global_variables: "root_rank", bps.BroadcastGlobalVariablesHook: "root_rank device",
+    bps.DistributedOptimizer: "optimizer name use_locking device_dense device_sparse compression sparse_as_dense backward_passes_per_step op",
+    bps.DistributedGradientTape: "gradtape device_dense device_sparse compression sparse_as_dense op",
+    bpk.DistributedOptimizer: "optimizer name device_dense device_sparse compression sparse_as_dense",
+    bpk.push_pull: "value name average", bpk.broadcast: "value root_rank name", bpk.broadcast_global_variables: "root_rank",
+    bpk.load_model: "filepath custom_optimizers custom_objects compression",
+    bpk.callbacks.BroadcastGlobalVariablesCallback: "root_rank device", bpk.callbacks.MetricAverageCallback: "device",
+    bpk.callbacks.LearningRateScheduleCallback: "multiplier start_epoch end_epoch staircase momentum_correction steps_per_epoch initial_lr",
+    bpk.callbacks.LearningRateWarmupCallback: "warmup_epochs momentum_correction steps_per_epoch verbose initial_lr",
+}
+NAMES = ["Compression", "init", "shutdown", "suspend", "resume", "get_pushpull_speed", "size", "local_size", "rank", "local_rank", "Average", "Sum",
+         "Adasum", "handle_average_backwards_compatibility"]
+
+
+@pytest.mark.parametrize("function", UPSTREAM, ids=lambda function: f"{function.__module__}.{function.__name__}")
+def test_upstreams_arguments_in_their_order(function):
+    wanted = UPSTREAM[function].split()
+    assert list(inspect.signature(function).parameters)[:len(wanted)] == wanted
+
+
+def test_upstreams_other_names():
+    assert [name for name in NAMES if not hasattr(bps, name)] == []
+    assert {"Compression", "init", "shutdown", "size", "local_size", "rank", "local_rank", "callbacks"} <= set(bpk.__all__)
+    assert bps.Compression.none is bpk.Compression.none and bps.ReduceOps.Sum == "Sum"
