@@ -59,8 +59,8 @@ class Exchange:
             raise ConfigError(f"{self._verb}: with BYTEPS_ENABLE_ASYNC=1 servers add what is pushed to weights, in their own type: leave compression "
                               "and compression_params out")
 
-    def declare(self, names: Sequence[str]) -> None:
-        """Say how they travel, once in a job."""
+    def declare(self, names: Sequence[str], momentum: float = 0.0) -> None:
+        """Say how they travel, once in a job. ``momentum``: the optimizer's own. Raises :class:`ConfigError` if both it and compression have one."""
         if not self._anew and not self._params:
             return
         session = _adapter.session()
@@ -69,19 +69,23 @@ class Exchange:
         if not new:
             return
         choices = choose(self._params, names, self._verb, {})
+        doubled = [name for name in new if name in choices and choices[name].momentum] if momentum else []
+        if doubled:
+            raise ConfigError(f"{self._verb}: compression_params of {doubled[0]!r} have momentum={choices[doubled[0]].momentum!r}, and the optimizer "
+                              f"has {momentum:g} of its own: leave it out here or there")
         self._rates = self._rates or any(choice.ef == "corrected" for choice in choices.values())
         for name in new:
             session.declare(PREFIX + name, choices.get(name), anew=self._anew)
         known.update(new)
 
-    def __call__(self, gradients: Sequence[Any], sources: Sequence[Any], rate: Any = None) -> list[Any]:
+    def __call__(self, gradients: Sequence[Any], sources: Sequence[Any], rate: Any = None, momentum: float = 0.0) -> list[Any]:
         """The sums or averages of ``gradients``, each of which is a tensor, IndexedSlices or None; ``sources``: what they are the gradients of.
 
-        ``rate``: the learning rate, a number or a scalar tensor. None stays None if no worker has a gradient for that source: for graphs, see "The
-        TensorFlow plugin" in ARCHITECTURE.md.
+        ``rate``: the learning rate, a number or a scalar tensor; ``momentum``: the optimizer's, if it has one. None stays None if no worker has a
+        gradient for that source: for graphs, see "The TensorFlow plugin" in ARCHITECTURE.md.
         """
         names = names_of(sources)
-        self.declare(names)
+        self.declare(names, momentum)
         as_dense = self._as_dense or xla.is_compiled()      # which has to know shapes
         found: list[Any] = [tf.convert_to_tensor(g) if as_dense and isinstance(g, tf.IndexedSlices) else g for g in gradients]
         eager = tf.executing_eagerly()

@@ -67,7 +67,9 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         variables = [v for _, v in pairs]
         rate = getattr(self._optimizer, "_learning_rate", getattr(self._optimizer, "_lr", None))
         rate = rate() if callable(rate) else rate
-        return list(zip(self._exchange([g for g, _ in pairs], variables, rate=rate), variables, strict=True))
+        momentum = getattr(self._optimizer, "_momentum", 0.0)
+        own = float(momentum) if isinstance(momentum, (int, float)) else 1.0        # a tensor: who gives one means it
+        return list(zip(self._exchange([g for g, _ in pairs], variables, rate, own), variables, strict=True))
 
     @as_it_is
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:

@@ -51,15 +51,16 @@ class _Distributed:
         average, finds nothing added up, and divides."""
         this: Any = self
         steps = None if isinstance(this, LossScale) else this.gradient_accumulation_steps
+        momentum = getattr(getattr(this, "inner_optimizer", this), "momentum", 0.0) or 0.0
         if not steps:
-            return self._bpsx_exchange(gradients, variables, rate=this.learning_rate)
+            return self._bpsx_exchange(gradients, variables, this.learning_rate, momentum)
         own = [g if g is None else tf.convert_to_tensor(g) for g in gradients]
         there = [i for i, g in enumerate(own) if g is not None]
         kept = [this._accumulated_gradients[this._get_variable_index(variables[i])] for i in there]
 
         def last() -> list[Any]:
             sums = [own[i] + tf.convert_to_tensor(k) for i, k in zip(there, kept, strict=True)]
-            found = self._bpsx_exchange(sums, [variables[i] for i in there], rate=this.learning_rate)
+            found = self._bpsx_exchange(sums, [variables[i] for i in there], this.learning_rate, momentum)
             for k in kept:
                 k.assign(tf.zeros_like(k))
             return found
@@ -140,8 +141,8 @@ def DistributedOptimizer(
     one worker is one on all, also where ``compile`` puts it around what this returns. ``backward_passes_per_step``: Keras's
     ``gradient_accumulation_steps``, which it sets: the mean of so many steps' gradients is applied in the last of them, and only that one exchanges.
     ``sparse_as_dense``: embeddings' gradients travel as dense tensors. ``compression_params``: as for :func:`bpsx.torch.DistributedOptimizer`, one
-    for all or by variables' paths; ``mu`` has to be given with ``momentum``. ``name``, ``device_dense`` and ``device_sparse`` are BytePS's and
-    ignored.
+    for all or by variables' paths; ``mu`` has to be given with ``momentum``, and the optimizer can have none of its own then. ``name``,
+    ``device_dense`` and ``device_sparse`` are BytePS's and ignored.
 
     Saved models have the class of ``optimizer``: load them with :func:`load_model` to go on with several workers. In asynchronous training
     the weights' changes travel, see ``docs/async.md``. Raises :class:`~bpsx.errors.ConfigError`.
