@@ -43,14 +43,29 @@ _LOOP = _START + """
     sys.exit(5)
 """
 _LEFT = _START + """
-    import threading
+    import threading, time
+    from bpsx.api import session
 
+    def call():
+        try:
+            bps.push_pull(tf.ones(3), name="alone")
+        except tf.errors.AbortedError as e:
+            told.append(e.message)
+
+    told = []
+    thread = threading.Thread(target=call, daemon=True)
+    bps.push_pull(tf.ones(3), name="together")
     if bps.rank() == 0:
-        threading.Thread(target=lambda: bps.push_pull(tf.ones(3), name="alone"), daemon=True).start()
-        bps.push_pull(tf.ones(3), name="together")
-        report("under way")
-    else:
-        bps.push_pull(tf.ones(3), name="together")
+        before = session().counters()["messages_sent"]
+        thread.start()
+        while session().counters()["messages_sent"] == before:
+            time.sleep(0.001)
+    report("under way")
+    if bps.rank() == 0 and os.environ["WAY"] == "shutdown":
+        bps.shutdown()
+        thread.join()
+        report(told)
+    elif bps.rank() == 1:
         hear()
 """
 
@@ -71,11 +86,14 @@ def test_a_death_ends_the_training_loop_with_its_name(victim, way):
             assert f"{'server 0' if victim == 'server' else 'worker 1'} (127.0.0.1, pid {dead.popen.pid})" in text
 
 
-def test_a_call_under_way_does_not_keep_a_process_from_ending():
-    with Job(_LEFT, workers=2, servers=1, env={**QUIET, "BPSX_SHUTDOWN_TIMEOUT": "1"}) as job:
-        job.workers[0].wait_for_line("under way")
+@pytest.mark.parametrize("way", ["shutdown", "exit"])
+def test_a_call_under_way_does_not_keep_a_process_from_ending(way):
+    with Job(_LEFT, workers=2, servers=1, env={**QUIET, "WAY": way, "BPSX_SHUTDOWN_TIMEOUT": "1"}) as job:
+        for worker in job.workers:
+            worker.wait_for_line("under way")
         job.workers[0].wait(60)
-        assert "AbortedError" in job.workers[0].text() and "ShutdownError: bpsx was shut down while this was under way" in job.workers[0].text()
+        if way == "shutdown":       # else the thread that calls ends somewhere on the way out
+            assert "ShutdownError: bpsx was shut down while this was under way" in job.workers[0].reports()[-1][0]
         job.workers[1].say("go")
         job.workers[1].wait(60)
 
