@@ -202,6 +202,20 @@ class Job:
     def processes(self) -> list[Process]:
         return [*self.workers, *self.servers, *([self.scheduler] if self.scheduler else [])]
 
+    def servers_anew(self, workers: int, left: bool = True) -> None:
+        """After suspend(): wait until scheduler and servers have ended, and start them again, for a job of ``workers`` machines if that is more than
+        one. ``left``: they end by themselves, as those do to whom anybody has spoken."""
+        for p in (*self.servers, self.scheduler):
+            if p is not None:
+                assert not left or p.wait() == 0, p.text()
+                p.end()
+        self.servers = []
+        self._env["DMLC_NUM_WORKER"] = str(workers)
+        if workers > 1:
+            self.start_scheduler(int(self.port))
+            for i in range(int(self._env["DMLC_NUM_SERVER"])):
+                self.start_server(i)
+
     def results(self, timeout: float = DEADLINE) -> list[list[Any]]:
         """Wait for a good end of everybody; what each worker reported."""
         for p in self.processes:

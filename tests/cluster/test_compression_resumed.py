@@ -132,14 +132,7 @@ def test_suspended_jobs_go_on_in_the_next_one(folder: Path) -> None:
     with Job(WORKER, 2, 2, env=environment(folder, 0, STEPS, EARLY="1", SUSPEND=str(HALF))) as job:
         for worker in job.workers:
             worker.wait_for_line("suspended")
-        old = [job.scheduler, *job.servers]
-        assert [p.wait() for p in old if p is not None] == [0, 0, 0]
-        for p in old:
-            if p is not None:
-                p.end()
-        job.servers = []
-        job.start_scheduler(int(job.port))
-        job.start_server(0), job.start_server(1)
+        job.servers_anew(2)
         before = {path.name: path.read_bytes() for path in folder.glob("*.npy")}
         for path in folder.glob("*.0.npy"):
             path.unlink()

@@ -138,13 +138,7 @@ def test_a_function_goes_on_in_a_job_of_another_size():
             job.start_worker(rank, source(rank, True))
         for worker in job.workers:
             worker.wait_for_line("suspended")
-        for p in (job.scheduler, *job.servers):
-            assert p is not None and p.wait() == 0
-            p.end()
-        job.servers = []
-        job._env["DMLC_NUM_WORKER"] = "3"
-        job.start_scheduler(int(job.port))
-        job.start_server(0)
+        job.servers_anew(3)
         job.start_worker(2, source(2, False))
         for worker in job.workers[:2]:
             worker.say("go")

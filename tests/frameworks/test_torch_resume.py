@@ -47,14 +47,7 @@ def test_an_optimizer_goes_on_in_a_job_of_another_size(before: int, after: int):
             job.start_worker(rank, source(rank, True))
         for worker in job.workers:
             worker.wait_for_line("suspended")
-        for p in (job.scheduler, *job.servers):
-            assert before == 1 or p.wait() == 0     # a single worker has not spoken to them
-            p.end()
-        job.servers = []
-        job._env["DMLC_NUM_WORKER"] = str(after)
-        if after > 1:
-            job.start_scheduler(int(job.port))
-            job.start_server(0)
+        job.servers_anew(after, left=before > 1)      # a single worker has not spoken to them
         for rank in range(before, after):
             job.start_worker(rank, source(rank, False))
         for worker in job.workers[:min(before, after)]:

@@ -28,6 +28,7 @@ from bpsx.api import (  # noqa: E402
     size,
     suspend,
 )
+from bpsx.tensorflow.checkpoint import CompressionState  # noqa: E402
 from bpsx.tensorflow.compression import Compression  # noqa: E402
 from bpsx.tensorflow.ops import UnsupportedTensor, broadcast, push_pull  # noqa: E402
 from bpsx.tensorflow.optimizer import DistributedOptimizer  # noqa: E402
@@ -36,8 +37,8 @@ from bpsx.tensorflow.tape import DistributedGradientTape  # noqa: E402
 from bpsx.tensorflow.variables import BroadcastGlobalVariablesHook, broadcast_global_variables, broadcast_variables  # noqa: E402
 
 __all__ = [
-    "Adasum", "Average", "BroadcastGlobalVariablesHook", "Compression", "DistributedGradientTape", "DistributedOptimizer", "ReduceOps", "Sum",
-    "UnsupportedTensor", "barrier", "broadcast", "broadcast_global_variables", "broadcast_variables", "get_pushpull_speed",
+    "Adasum", "Average", "BroadcastGlobalVariablesHook", "Compression", "CompressionState", "DistributedGradientTape", "DistributedOptimizer",
+    "ReduceOps", "Sum", "UnsupportedTensor", "barrier", "broadcast", "broadcast_global_variables", "broadcast_variables", "get_pushpull_speed",
     "handle_average_backwards_compatibility", "init", "join", "local_rank", "local_size", "push_pull", "rank", "resume", "shutdown", "size",
     "suspend",
 ]

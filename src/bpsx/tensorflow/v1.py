@@ -10,6 +10,7 @@ from bpsx import _adapter
 from bpsx.errors import ConfigError
 from bpsx.tensorflow.asynchronous import Weights
 from bpsx.tensorflow.exchange import Exchange
+from bpsx.tensorflow.momentum import Momentum
 from bpsx.tensorflow.tracing import as_it_is
 
 
@@ -47,6 +48,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
     def __init__(self, optimizer: Any, name: str | None, use_locking: bool, exchange: Exchange, passes: int) -> None:
         super().__init__(name=name or f"Distributed{type(optimizer).__name__}", use_locking=use_locking)
         self._optimizer, self._exchange, self._weights = optimizer, exchange, Weights()
+        self._momentum = Momentum(optimizer, "_momentum", isinstance(optimizer, tf.compat.v1.train.MomentumOptimizer))
         self._passes = Accumulated(passes) if passes > 1 else None
         self._last: Any = None      # whether the gradients that were computed last are complete
 
@@ -67,9 +69,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         variables = [v for _, v in pairs]
         rate = getattr(self._optimizer, "_learning_rate", getattr(self._optimizer, "_lr", None))
         rate = rate() if callable(rate) else rate
-        momentum = getattr(self._optimizer, "_momentum", 0.0)
-        own = float(momentum) if isinstance(momentum, (int, float)) else 1.0        # a tensor: who gives one means it
-        return list(zip(self._exchange([g for g, _ in pairs], variables, rate, own), variables, strict=True))
+        return list(zip(self._exchange([g for g, _ in pairs], variables, rate, self._momentum), variables, strict=True))
 
     @as_it_is
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
@@ -77,7 +77,8 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         pairs = list(grads_and_vars)
 
         def apply() -> Any:
-            return self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
+            with self._momentum.off():
+                return self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
 
         if _adapter.session().config.asynchronous:
             self._exchange.check_async()

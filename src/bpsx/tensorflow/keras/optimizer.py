@@ -16,6 +16,8 @@ from bpsx.errors import ConfigError
 from bpsx.tensorflow.asynchronous import Weights
 from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.exchange import Exchange
+from bpsx.tensorflow.keras.checkpoint import Kept
+from bpsx.tensorflow.momentum import Momentum
 from bpsx.tensorflow.reductions import averages
 from bpsx.tensorflow.tracing import as_it_is
 
@@ -29,6 +31,13 @@ class _Distributed:
 
     _bpsx_exchange: Exchange
     _bpsx_weights: Weights
+    _bpsx_momentum: Momentum
+
+    @classmethod
+    def from_config(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
+        """A distributed optimizer as this one, and otherwise as its own class makes it."""
+        made = cls.__mro__[2].from_config(config, *args, **kwargs)  # type: ignore[attr-defined]
+        return distributed(made, cls._bpsx_exchange.alike())
 
     @as_it_is
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
@@ -44,23 +53,24 @@ class _Distributed:
         if _adapter.session().config.asynchronous:
             self._bpsx_exchange.check_async()
             return self._bpsx_weights.step(lambda: base.apply(grads, trainable_variables), variables)
-        return base.apply(self._exchanged(list(grads), variables), trainable_variables)
+        found = self._exchanged(list(grads), variables)
+        with self._bpsx_momentum.off():
+            return base.apply(found, trainable_variables)
 
     def _exchanged(self, gradients: list[Any], variables: Any) -> list[Any]:
         """The gradients to apply. Where the optimizer adds up those of several steps, workers exchange those sums in the last of them: it gets their
         average, finds nothing added up, and divides."""
         this: Any = self
         steps = None if isinstance(this, LossScale) else this.gradient_accumulation_steps
-        momentum = getattr(getattr(this, "inner_optimizer", this), "momentum", 0.0) or 0.0
         if not steps:
-            return self._bpsx_exchange(gradients, variables, this.learning_rate, momentum)
+            return self._bpsx_exchange(gradients, variables, this.learning_rate, self._bpsx_momentum)
         own = [g if g is None else tf.convert_to_tensor(g) for g in gradients]
         there = [i for i, g in enumerate(own) if g is not None]
         kept = [this._accumulated_gradients[this._get_variable_index(variables[i])] for i in there]
 
         def last() -> list[Any]:
             sums = [own[i] + tf.convert_to_tensor(k) for i, k in zip(there, kept, strict=True)]
-            found = self._bpsx_exchange(sums, [variables[i] for i in there], this.learning_rate, momentum)
+            found = self._bpsx_exchange(sums, [variables[i] for i in there], this.learning_rate, self._bpsx_momentum)
             for k in kept:
                 k.assign(tf.zeros_like(k))
             return found
@@ -92,9 +102,14 @@ class _Distributed:
 
 def adopt(optimizer: Any, exchange: Exchange, weights: Weights) -> Any:
     """Make ``optimizer`` itself a distributed one. Saved models name its class, which is loaded without bpsx as well: so it is called the same."""
-    cls = type(optimizer)
-    optimizer.__dict__.update(_bpsx_exchange=exchange, _bpsx_weights=weights)
-    ours = type(cls.__name__, (_Distributed, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    cls, inner = type(optimizer), getattr(optimizer, "inner_optimizer", optimizer)
+    momentum = Momentum(inner, "momentum", isinstance(inner, keras.optimizers.SGD))
+    optimizer.__dict__.update(_bpsx_exchange=exchange, _bpsx_weights=weights, _bpsx_momentum=momentum)
+    if exchange.compresses:
+        kept = inner.__dict__.get("_bpsx_kept") or Kept(exchange)
+        optimizer.__dict__["_bpsx_kept"] = kept         # Keras finds it there, and saves it
+        optimizer._track_trackable(kept, "_bpsx_kept", overwrite=True)      # so does tf.train.Checkpoint
+    ours = type(cls.__name__, (_Distributed, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_bpsx_exchange": exchange})
     object.__setattr__(optimizer, "__class__", ours)       # Keras follows what is set in its own way
     return optimizer
 
@@ -141,7 +156,7 @@ def DistributedOptimizer(
     one worker is one on all, also where ``compile`` puts it around what this returns. ``backward_passes_per_step``: Keras's
     ``gradient_accumulation_steps``, which it sets: the mean of so many steps' gradients is applied in the last of them, and only that one exchanges.
     ``sparse_as_dense``: embeddings' gradients travel as dense tensors. ``compression_params``: as for :func:`bpsx.torch.DistributedOptimizer`, one
-    for all or by variables' paths; ``mu`` has to be given with ``momentum``, and the optimizer can have none of its own then. ``name``,
+    for all or by variables' paths; its momentum takes the place of SGD's, and what it keeps is saved with the optimizer's variables. ``name``,
     ``device_dense`` and ``device_sparse`` are BytePS's and ignored.
 
     Saved models have the class of ``optimizer``: load them with :func:`load_model` to go on with several workers. In asynchronous training

@@ -16,7 +16,8 @@ def load_model(
     filepath: Any, custom_optimizers: Iterable[type] | None = None, custom_objects: dict[str, Any] | None = None,
     compression: type[Compressor] = Compression.none, compression_params: Params = None,
 ) -> Any:
-    """As :func:`keras.models.load_model`, and the model's optimizer, with what it has learnt, is distributed.
+    """As :func:`keras.models.load_model`, and the model's optimizer, with what it has learnt, is distributed. Files that end in ``.keras`` hold also
+    what ``compression_params`` keep of gradients.
 
     ``custom_optimizers``: classes of optimizers that Keras does not know; ``custom_objects``: other things, by name. Raises what Keras raises,
     and :class:`~bpsx.errors.ConfigError`.
@@ -25,4 +26,6 @@ def load_model(
     model = keras.models.load_model(filepath, custom_objects=known or None)
     if getattr(model, "optimizer", None) is not None:
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, compression_params=compression_params)
+        if compression_params and str(filepath).endswith(".keras"):
+            model.load_weights(filepath)        # again: there is somebody now who reads what compression has kept
     return model

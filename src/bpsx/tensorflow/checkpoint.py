@@ -1,0 +1,75 @@
+"""What compression keeps of gradients (residuals, momentum, counters), for checkpoints."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from bpsx import _adapter
+from bpsx.errors import ConfigError
+
+_VERSION = 1
+#: The array that holds the rest, as JSON.
+_REST = "rest"
+
+
+def packed(saved: Mapping[str, Any]) -> bytes:
+    """What :meth:`bpsx.compressing.Compressing.save` has given, as an archive of NumPy's."""
+    arrays: dict[str, Any] = {}
+    rest = {}
+    for i, (name, state) in enumerate(saved.items()):
+        arrays.update({f"{i}.{key}": value for key, value in state.items() if isinstance(value, np.ndarray)})
+        rest[name] = {key: value for key, value in state.items() if not isinstance(value, np.ndarray)}
+    text = json.dumps({"version": _VERSION, "names": rest}).encode()
+    to = io.BytesIO()
+    arrays[_REST] = np.frombuffer(text, np.uint8)
+    np.savez(to, **arrays)
+    return to.getvalue()
+
+
+def unpacked(archive: bytes) -> dict[str, Any]:
+    """What :func:`packed` has been given; of nothing, nothing. Raises :class:`ConfigError` for what is no such archive."""
+    if not archive:
+        return {}
+    try:
+        with np.load(io.BytesIO(archive)) as found:     # which reads no objects
+            rest = json.loads(found[_REST].tobytes())
+            if rest["version"] != _VERSION:
+                raise ValueError(f"version {rest['version']!r}; {_VERSION} is known")
+            saved = {name: dict(state) for name, state in rest["names"].items()}
+            of = list(saved.values())
+            for key in found.files:
+                if key != _REST:
+                    i, _, what = key.partition(".")
+                    of[int(i)][what] = found[key]
+    except Exception as e:          # whatever zip files, NumPy and JSON raise for what is none of theirs
+        raise ConfigError(f"state of compression: {len(archive)} bytes that are none: {e}") from e
+    return saved
+
+
+class CompressionState(tf.train.experimental.PythonState):  # type: ignore[misc]
+    """What compression keeps, on this worker, of everything that is compressed; for ``tf.train.Checkpoint(..., compression=CompressionState())``.
+
+    Distributed optimizers have it with them: needed for tapes. Each worker has to save and load a state of its own, see "Checkpoints" in
+    ``docs/compression.md``; on worker 0 it has what the servers keep. Not to be saved or loaded while gradients are under way. Thread-safe.
+    """
+
+    def serialize(self) -> bytes:
+        """The state. Raises :class:`~bpsx.errors.NotInitializedError`; :class:`~bpsx.errors.BpsxError` if gradients under way do not end."""
+        return packed(self._save())
+
+    def deserialize(self, string_value: bytes) -> None:
+        """Put back what :meth:`serialize` has given, by another one perhaps. Raises :class:`~bpsx.errors.ConfigError` for anything else."""
+        self._load(unpacked(string_value))
+
+    def _save(self) -> dict[str, Any]:
+        compressing = _adapter.session().compressing
+        return compressing.save(compressing.names)
+
+    def _load(self, saved: dict[str, Any]) -> None:
+        _adapter.session().compressing.restore(saved)
