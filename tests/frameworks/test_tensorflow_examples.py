@@ -63,7 +63,8 @@ def test_synthetic_benchmark(model: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "module", "ours"), [
-    ("tensorflow", "byteps.tensorflow", "bpsx.tensorflow"), ("tensorflow_v1", "byteps.tensorflow", "bpsx.tensorflow"), ("keras", "horovod.keras", "bpsx.keras"),
+    ("tensorflow", "byteps.tensorflow", "bpsx.tensorflow"), ("tensorflow_v1", "byteps.tensorflow", "bpsx.tensorflow"),
+    ("keras", "horovod.keras", "bpsx.keras"),
 ])
 def test_scripts_train_with_the_import_changed(name: str, module: str, ours: str) -> None:
     before, after = ((MIGRATING / f"{name}_{which}.py").read_text() for which in ("before", "after"))
