@@ -42,6 +42,24 @@ _LOOP = _START + """
         report(type(e).__name__)
     sys.exit(5)
 """
+_FIT = _START + """
+    import keras
+    import numpy as np
+    import bpsx.keras
+
+    class Say(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 0:
+                report("running")
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile(bpsx.keras.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse", jit_compile=os.environ["WAY"] == "compiled")
+    try:
+        model.fit(np.ones((32, 4)), np.ones((32, 2)), epochs=10**6, verbose=0, callbacks=[Say()])
+    except tf.errors.OpError as e:
+        report([type(e).__name__, e.message])
+    sys.exit(5)
+"""
 _LEFT = _START + """
     import threading, time
     from bpsx.api import session
@@ -84,6 +102,19 @@ def test_a_death_ends_the_training_loop_with_its_name(victim, way):
             _, (kind, text), again = worker.reports()
             assert kind == again == "AbortedError" and "PeerLostError" in text, text
             assert f"{'server 0' if victim == 'server' else 'worker 1'} (127.0.0.1, pid {dead.popen.pid})" in text
+
+
+@pytest.mark.parametrize("way", ["traced", "compiled"])
+def test_a_dead_server_ends_fit_with_its_name(way):
+    with Job(_FIT, workers=2, servers=1, env={**QUIET, "WAY": way}) as job:
+        for worker in job.workers:
+            worker.wait_for_line("running")
+        dead = job.servers[0]
+        dead.signal(signal.SIGKILL)
+        for worker in job.workers:
+            assert worker.wait() == 5, worker.text()
+            kind, text = worker.reports()[-1]
+            assert kind == "AbortedError" and f"server 0 (127.0.0.1, pid {dead.popen.pid})" in text, text
 
 
 @pytest.mark.parametrize("way", ["shutdown", "exit"])
