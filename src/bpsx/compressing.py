@@ -92,11 +92,6 @@ class Compressing:
         """Whether anything has been declared to be compressed."""
         return bool(self._of)
 
-    @property
-    def names(self) -> list[str]:
-        """Those that have been declared to be compressed, or not to be."""
-        return list(self._of)
-
     def of(self, name: str, dtype: int, nbytes: int) -> Compression | None:
         """How a tensor of this name travels; always the same object until the name is declared anew. None: as it is."""
         given = self._of.get(name)

@@ -33,9 +33,9 @@ def loss_of(model: Any, x: Any, y: Any) -> tf.Tensor:
 
 def whole(variables: Any, **more: Any) -> dict[str, dict[str, Any]]:
     """``compression_params`` that compress every gradient, and lose nothing: all values and their places."""
-    from bpsx.tensorflow.exchange import names_of
+    from bpsx.tensorflow.names import own_names_of
 
-    return {name: {"compressor": "topk", "k": int(np.prod(v.shape)), **more} for name, v in zip(names_of(variables), variables, strict=True)}
+    return {name: {"compressor": "topk", "k": int(np.prod(v.shape)), **more} for name, v in zip(own_names_of(variables), variables, strict=True)}
 
 
 def joined(steps: int = 4) -> list[np.ndarray]:

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from bpsx import _adapter
-from bpsx.tensorflow.exchange import names_of
+from bpsx.tensorflow.names import names_of
 from bpsx.tensorflow.raw import copies, sums
 
 PREFIX = "Async."
@@ -37,27 +37,30 @@ class Weights:
 
     def _moved(self, variables: Sequence[Any], before: list[tf.Tensor], names: list[str]) -> list[tf.Tensor]:
         changes = [tf.convert_to_tensor(v) - b for v, b in zip(variables, before, strict=True)]
-        return sums(changes, names, average=False, priorities=[-i for i in range(len(names))])
+        return sums(changes, names, average=False, priorities=[-i for i in range(len(names))], final=True)
 
     def _seed(self, variables: Sequence[Any], names: list[str]) -> None:
         seeded = self._seeded.setdefault(_adapter.session(), set())
         new = [i for i, name in enumerate(names) if name not in seeded]
         seeded.update(names)
         given = [tf.convert_to_tensor(variables[i]) for i in new]
-        for i, value in zip(new, copies(given, [names[i] for i in new], 0), strict=True):
+        for i, value in zip(new, copies(given, [names[i] for i in new], 0, final=True), strict=True):
             variables[i].assign(value)
 
     def _step_in_graph(self, base: Callable[[], Any], variables: Sequence[Any], names: list[str]) -> Any:
         """Nothing has an order there but what is said."""
-        seeded = tf.compat.v1.Variable(False, trainable=False, use_resource=True, name="bpsx_seeded")
+        # A resource, and no variable: checkpoints shall not hold it, for another job has to seed its own servers.
+        seeded = tf.raw_ops.VarHandleOp(dtype=tf.bool, shape=(), shared_name=tf.compat.v1.get_default_graph().unique_name("bpsx_seeded"))
 
         def seed() -> tf.Tensor:
-            values = copies([v.read_value() for v in variables], names, 0)
+            values = copies([v.read_value() for v in variables], names, 0, final=True)
             assigned = [v.assign(value, read_value=False) for v, value in zip(variables, values, strict=True)]
-            with tf.control_dependencies([*assigned, seeded.assign(True, read_value=False)]):
+            with tf.control_dependencies(assigned):
+                done = tf.raw_ops.AssignVariableOp(resource=seeded, value=True)
+            with tf.control_dependencies([done]):
                 return tf.constant(True)
 
-        with tf.control_dependencies([tf.cond(seeded, lambda: tf.constant(True), seed)]):
+        with tf.control_dependencies([tf.cond(tf.raw_ops.VarIsInitializedOp(resource=seeded), lambda: tf.constant(True), seed)]):
             before = [v.read_value() for v in variables]
         with tf.control_dependencies(before):
             stepped = base()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ import tensorflow as tf
 
 from bpsx import _adapter
 from bpsx.errors import ConfigError
+from bpsx.tensorflow.exchange import PREFIX
+from bpsx.tensorflow.names import names_of
 
 _VERSION = 1
 #: The array that holds the rest, as JSON.
@@ -53,11 +55,16 @@ def unpacked(archive: bytes) -> dict[str, Any]:
 
 
 class CompressionState(tf.train.experimental.PythonState):  # type: ignore[misc]
-    """What compression keeps, on this worker, of everything that is compressed; for ``tf.train.Checkpoint(..., compression=CompressionState())``.
+    """What compression keeps, on this worker, of the gradients of ``variables``: for ``tf.train.Checkpoint(..., compression=CompressionState(...))``.
 
-    Distributed optimizers have it with them: needed for tapes. Each worker has to save and load a state of its own, see "Checkpoints" in
-    ``docs/compression.md``; on worker 0 it has what the servers keep. Not to be saved or loaded while gradients are under way. Thread-safe.
+    Keras's distributed optimizers have it with them: needed for tapes and for optimizers of v1. Each worker has to save and load a state of its own,
+    see "Checkpoints" in ``docs/compression.md``; on worker 0 it has what the servers keep. What belongs to a variable is known by its place among
+    ``variables``. Not to be saved or loaded while gradients are under way. Thread-safe.
     """
+
+    def __init__(self, variables: Iterable[Any]) -> None:
+        super().__init__()
+        self._variables = list(variables)
 
     def serialize(self) -> bytes:
         """The state. Raises :class:`~bpsx.errors.NotInitializedError`; :class:`~bpsx.errors.BpsxError` if gradients under way do not end."""
@@ -68,8 +75,14 @@ class CompressionState(tf.train.experimental.PythonState):  # type: ignore[misc]
         self._load(unpacked(string_value))
 
     def _save(self) -> dict[str, Any]:
-        compressing = _adapter.session().compressing
-        return compressing.save(compressing.names)
+        places = {wire: str(i) for i, wire in enumerate(self._wires())}
+        return {places[wire]: state for wire, state in _adapter.session().compressing.save(places).items()}
 
     def _load(self, saved: dict[str, Any]) -> None:
-        _adapter.session().compressing.restore(saved)
+        compressing = _adapter.session().compressing
+        wires = self._wires()
+        compressing.restore({wire: saved[str(i)] for i, wire in enumerate(wires) if str(i) in saved})
+        compressing.forget([wire for i, wire in enumerate(wires) if str(i) not in saved])
+
+    def _wires(self) -> list[str]:
+        return [PREFIX + name for name in names_of(self._variables)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,24 +14,20 @@ from bpsx.errors import ConfigError
 from bpsx.tensorflow import xla
 from bpsx.tensorflow.compression import Compressor, NoneCompressor, check_compression
 from bpsx.tensorflow.momentum import Momentum
+from bpsx.tensorflow.names import names_of, own_names_of
 from bpsx.tensorflow.ops import check_summable
 from bpsx.tensorflow.raw import sums
 from bpsx.tensorflow.sparse import sum_of_slices
+from bpsx.tensorflow.turns import in_graph
 
 PREFIX = "Gradient."
 #: Under this, with the first variable's name, eager workers count who has which gradients.
 USERS = "Users of gradients from "
+KINDS = "Kinds of gradients from "
 
 
-def names_of(sources: Sequence[Any]) -> list[str]:
-    """A name for each source, alike on all workers: a variable's own, with a number if it is not the first of that name."""
-    seen: Counter[str] = Counter()
-    found = []
-    for i, source in enumerate(sources):
-        name = getattr(source, "path", None) or (source.name if isinstance(source, tf.Variable) else f"source.{i}")
-        seen[name] += 1
-        found.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
-    return found
+#: By session: whether a source has sparse gradients (tf.IndexedSlices) on any worker, and dense ones on none, where that is known. Workers agree.
+_sparse: weakref.WeakKeyDictionary[Any, dict[str, bool]] = weakref.WeakKeyDictionary()
 
 
 class Exchange:
@@ -51,7 +46,7 @@ class Exchange:
             raise ConfigError(f"{verb}: compression={compression.__name__} and compression_params: give one of them")
         self._verb, self._average, self._compression, self._params, self._as_dense = verb, average, compression, params, sparse_as_dense
         self._anew = anew
-        self._given = verb, average, compression, params, sparse_as_dense, anew
+        self.given = verb, average, compression, params, sparse_as_dense, anew
         self._rates = False         # whether compression needs the learning rate
         self._choices: dict[str, _adapter.Compression] = {}     # by the names of sources, of those that are compressed
         self._begun: dict[str, None] = {}                       # of which this has taken charge, in the order of sources
@@ -60,7 +55,7 @@ class Exchange:
 
     def alike(self) -> Exchange:
         """Another one, of the same options."""
-        return Exchange(*self._given)
+        return Exchange(*self.given)
 
     @property
     def compresses(self) -> bool:
@@ -73,16 +68,21 @@ class Exchange:
             raise ConfigError(f"{self._verb}: with BYTEPS_ENABLE_ASYNC=1 servers add what is pushed to weights, in their own type: leave compression "
                               "and compression_params out")
 
-    def declare(self, names: Sequence[str], momentum: Momentum | None = None) -> None:
-        """Say how they travel, once in a job. ``momentum``: the optimizer's own, whose place compression may take. Raises :class:`ConfigError`."""
+    def declare(self, sources: Sequence[Any], momentum: Momentum | None = None) -> None:
+        """Say how the gradients of these travel, once in a job. ``momentum``: the optimizer's own, whose place compression may take.
+
+        Raises :class:`ConfigError`.
+        """
         if not self._anew and not self._params:
             return
+        names = names_of(sources)
         session = _adapter.session()
         known = self._declared.setdefault(session, set())
         new = [name for name in names if name not in known]
         if new:
-            momenta = momentum.by_name(names) if momentum is not None else {}
-            self._choices.update(choose(self._params, names, self._verb, momenta))
+            own = own_names_of(sources)         # as users say them
+            chosen = choose(self._params, own, self._verb, momentum.by_name(own) if momentum is not None else {})
+            self._choices.update({name: chosen[o] for name, o in zip(names, own, strict=True) if o in chosen})
             self._rates = self._rates or any(choice.ef == "corrected" for choice in self._choices.values())
             for name in new:
                 session.declare(PREFIX + name, self._choices.get(name), anew=self._anew and name not in self._begun)
@@ -91,6 +91,12 @@ class Exchange:
             self._put_back()
         if momentum is not None:
             momentum.take_over(names, self._choices)
+
+    def _declare_like(self, names: Sequence[str], wires: Sequence[str]) -> None:
+        """The second use of a source in a graph goes by another name, and as the first."""
+        for name, wire in zip(names, wires, strict=True):
+            if name in self._choices:
+                _adapter.session().declare(wire, self._choices[name], anew=self._anew)
 
     # ---- for checkpoints
 
@@ -112,47 +118,93 @@ class Exchange:
         if ready:
             _adapter.session().compressing.restore(ready)
 
-    def __call__(self, gradients: Sequence[Any], sources: Sequence[Any], rate: Any = None, momentum: Momentum | None = None) -> list[Any]:
+    def __call__(
+        self, gradients: Sequence[Any], sources: Sequence[Any], rate: Any = None, momentum: Momentum | None = None,
+        among: Sequence[Any] | None = None, instead: Mapping[int, Any] | None = None,
+    ) -> list[Any]:
         """The sums or averages of ``gradients``, each of which is a tensor, IndexedSlices or None; ``sources``: what they are the gradients of.
 
-        ``rate``: the learning rate, a number or a scalar tensor; ``momentum``: the optimizer's. None stays None if no worker has a gradient for that
-        source: for graphs, see "The TensorFlow plugin" in ARCHITECTURE.md. Raises :class:`ConfigError` for IndexedSlices that are to get momentum.
+        ``rate``: the learning rate, a number or a scalar tensor; ``momentum``: the optimizer's; ``among``: all that are sources at any time, if they
+        are known. None stays None if no worker has a gradient for that source: for graphs, see "The TensorFlow plugin" in ARCHITECTURE.md.
+        ``instead``: by place, what to give for None, where others have one; else zeros. Raises :class:`ConfigError` for IndexedSlices that are to get
+        momentum.
         """
         names = names_of(sources)
-        self.declare(names, momentum)
+        self.declare(sources if among is None else among, momentum)
+        found: list[Any] = list(gradients)
+        wires = in_graph([PREFIX + name for name in names])
+        if wires != [PREFIX + name for name in names]:
+            self._declare_like(names, wires)
         as_dense = self._as_dense or xla.is_compiled()      # which has to know shapes
-        found: list[Any] = [tf.convert_to_tensor(g) if as_dense and isinstance(g, tf.IndexedSlices) else g for g in gradients]
         eager = tf.executing_eagerly()
-        dense = [i for i, g in enumerate(found) if not isinstance(g, tf.IndexedSlices) and (g is not None or eager)]
-        given = [found[i] if found[i] is not None else _zeros(sources[i]) for i in dense]
-        for i, gradient in zip(dense, given, strict=True):
-            check_summable(gradient, f"{self._verb}: gradient of {names[i]!r}")
-        wires = [self._compression.compress(g) for g in given]
-        tensors, wanted, urgent = [w for w, _ in wires], [PREFIX + names[i] for i in dense], [-i for i in dense]
-        if eager and dense:
-            one = _adapter.session().size if self._average else 1        # it goes with gradients that are averaged: the mean shall be the number
-            tensors.append(tf.constant([one * (found[i] is not None) for i in dense], tf.int32))
-            wanted.append(USERS + names[dense[0]])
-            urgent.append(-len(found))
-        totals = self._sums(tensors, wanted, urgent, rate)
-        users = totals.pop().numpy() if eager and dense else [1] * len(dense)
-        for i, total, (_, ctx), used in zip(dense, totals, wires, users, strict=True):
-            found[i] = self._compression.decompress(total, ctx) if used else None
+        sparse = _all_sparse(found, wires) if eager and not as_dense else [isinstance(g, tf.IndexedSlices) and not as_dense for g in found]
         for i, gradient in enumerate(found):
-            if isinstance(gradient, tf.IndexedSlices):
-                check_summable(gradient.values, f"{self._verb}: gradient of {names[i]!r}")
+            if isinstance(gradient, tf.IndexedSlices) and not sparse[i]:
+                found[i] = tf.convert_to_tensor(gradient)
+        used = [g is not None for g in found]
+        if eager:
+            found = [_in_place_of(i, g, sources[i], sparse[i], instead or {}) for i, g in enumerate(found)]
+        for i, gradient in enumerate(found):
+            if gradient is not None:
+                check_summable(gradient.values if sparse[i] else gradient, f"{self._verb}: gradient of {names[i]!r}")
+        dense = [i for i, g in enumerate(found) if g is not None and not sparse[i]]
+        counts = self._exchange_dense(found, dense, wires, used if eager else None, rate)
+        for i, gradient in enumerate(found):
+            if not counts[i]:
+                found[i] = None
+            elif sparse[i]:
                 self._check_sparse(names[i])
-                found[i] = sum_of_slices(gradient, PREFIX + names[i], self._average, self._compression)
+                found[i] = sum_of_slices(_slices(gradient), wires[i], self._average, self._compression)
         return found
+
+    def _exchange_dense(self, found: list[Any], dense: list[int], wires: Sequence[str], used: list[bool] | None, rate: Any) -> list[Any]:
+        """Put the sums in place. ``used``, in eager code: where this worker has a gradient. Returns how many workers have one, of each source."""
+        wired = [self._compression.compress(found[i]) for i in dense]
+        tensors, wanted, urgent = [w for w, _ in wired], [wires[i] for i in dense], [-i for i in dense]
+        if used:
+            one = _adapter.session().size if self._average else 1        # it goes with gradients that are averaged: the mean shall be the number
+            tensors.append(tf.constant([one * has for has in used], tf.int32))
+            wanted.append(USERS + wires[0])
+            urgent.append(-len(found))
+        totals = sums(tensors, wanted, average=self._average, priorities=urgent, rate=rate if self._rates else None, final=True)
+        counts = totals.pop().numpy().tolist() if used else [g is not None for g in found]
+        for i, total, (_, ctx) in zip(dense, totals, wired, strict=True):
+            found[i] = self._compression.decompress(total, ctx)
+        return list(counts)
 
     def _check_sparse(self, name: str) -> None:
         if name in self._choices and self._choices[name].momentum:
             raise ConfigError(f"{self._verb}: gradient of {name!r}: it is tf.IndexedSlices, which are not compressed, and compression_params' "
                               "momentum='nesterov' cannot be added to them: give sparse_as_dense=True, or compression_params by variables' names")
 
-    def _sums(self, tensors: list[tf.Tensor], names: list[str], priorities: list[int], rate: Any) -> list[tf.Tensor]:
-        return sums(tensors, names, average=self._average, priorities=priorities, rate=rate if self._rates else None)
+
+def _all_sparse(gradients: Sequence[Any], wires: Sequence[str]) -> list[bool]:
+    """In eager code: which sources have sparse gradients, and dense ones nowhere. Workers ask each other where that is not known yet."""
+    known = _sparse.setdefault(_adapter.session(), {})
+    unknown = [i for i, wire in enumerate(wires) if wire not in known]
+    if unknown:
+        is_sparse = [isinstance(gradients[i], tf.IndexedSlices) for i in unknown]
+        is_dense = [gradients[i] is not None and not s for i, s in zip(unknown, is_sparse, strict=True)]
+        told, = sums([tf.constant([is_sparse, is_dense], tf.int32)], [KINDS + wires[unknown[0]]], average=False)
+        for i, sparse, dense in zip(unknown, *told.numpy().tolist(), strict=True):
+            if sparse or dense:
+                known[wires[i]] = not dense
+    return [known.get(wire, False) for wire in wires]
 
 
-def _zeros(source: Any) -> tf.Tensor:
-    return tf.zeros(source.shape, source.dtype)
+def _in_place_of(i: int, gradient: Any, source: Any, sparse: bool, instead: Mapping[int, Any]) -> Any:
+    """A gradient, or what is given in place of None: nothing that changes the sum."""
+    if gradient is not None:
+        return gradient
+    if i in instead:
+        return instead[i]
+    if not sparse:
+        return tf.zeros(source.shape, source.dtype)
+    return tf.IndexedSlices(tf.zeros((0, *source.shape[1:]), source.dtype), tf.zeros((0,), tf.int64), tf.constant(source.shape, tf.int64))
+
+
+def _slices(gradient: Any) -> tf.IndexedSlices:
+    """A gradient whose source has sparse ones elsewhere, as such."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    return tf.IndexedSlices(gradient, tf.range(gradient.shape[0], dtype=tf.int64), tf.shape(gradient, tf.int64))

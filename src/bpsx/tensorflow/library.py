@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import logging
 from types import ModuleType
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework import auto_control_deps
 
-log = logging.getLogger("bpsx.tensorflow")
+from bpsx.tensorflow.turns import keep_turns
+
 #: What TensorFlow's operations are called.
 PUSH_PULL, BROADCAST = "BpsxPushPull", "BpsxBroadcast"
 
@@ -29,15 +28,6 @@ def _load() -> ModuleType:
     importlib.import_module("bpsx.tensorflow._ops").check()
     made: ModuleType = library
     return made
-
-
-def _leave_unordered() -> None:
-    """Tell TensorFlow that these keep their own order: as stateful operations they would run one after the other in a function."""
-    known = getattr(auto_control_deps, "MUST_RUN_ORDER_INSENSITIVE_STATEFUL_OPS", None)
-    if known is None:
-        log.warning("TensorFlow %s cannot be told that bpsx's operations need no order: in a function they run one after the other", tf.__version__)
-        return
-    auto_control_deps.MUST_RUN_ORDER_INSENSITIVE_STATEFUL_OPS = known | {PUSH_PULL, BROADCAST}
 
 
 def check_callbacks() -> None:
@@ -54,7 +44,7 @@ def check_callbacks() -> None:
 
 
 _library = _load()
-_leave_unordered()
+keep_turns(PUSH_PULL, BROADCAST)
 check_callbacks()
 
 

@@ -91,6 +91,8 @@ def push_pull(
         check_async(enable_async, "push_pull")
     what = f"push_pull of {name!r}" if name else "push_pull"
     if isinstance(tensor, tf.IndexedSlices):
+        if _adapter.session().config.asynchronous:
+            raise ConfigError(f"{what}: with BYTEPS_ENABLE_ASYNC=1 servers add to values of one shape: give a dense tensor, not tf.IndexedSlices")
         check_summable(tensor.values, what)
         return sum_of_slices(tensor, f"{scope}{name or unnamed('push_pull.sparse', tensor.values)}", mean, compression)
     dense = as_tensor(tensor, what)

@@ -10,55 +10,37 @@ import tensorflow as tf
 from bpsx import _adapter
 from bpsx.tensorflow import library, xla
 from bpsx.tensorflow.tracing import gradient_of
-
-#: The attribute of a graph that holds its latest operation of each name.
-_LATEST = "_bpsx_latest"
-
-
-def in_turn(names: Sequence[str], make: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
-    """Make an operation that comes, in its graph, after those of the same names: they have to meet their like on other workers in one order."""
-    if tf.executing_eagerly():
-        return make()
-    graph = tf.compat.v1.get_default_graph()
-    latest: dict[str, tf.Operation] | None = getattr(graph, _LATEST, None)
-    if latest is None:
-        latest = {}
-        setattr(graph, _LATEST, latest)
-    with tf.control_dependencies([latest[n] for n in names if n in latest]):
-        made = make()
-    if made:
-        latest.update(dict.fromkeys(names, made[0].op))
-    return made
+from bpsx.tensorflow.turns import in_graph
 
 
 def sums(tensors: Sequence[tf.Tensor], names: Sequence[str], *, average: bool, priorities: Sequence[int] | None = None,
-         rate: Any = None) -> list[tf.Tensor]:
+         rate: Any = None, final: bool = False) -> list[tf.Tensor]:
     """The sums or averages of checked tensors: one operation for all in eager code, where a call blocks; one for each in a graph, where each leaves
-    when it is there."""
+    when it is there. ``final``: ``names`` need no further look at :func:`bpsx.tensorflow.turns.in_graph`."""
+    known = list(names) if final else in_graph(names)
     urgent = list(priorities) if priorities is not None else [0] * len(tensors)
     if xla.is_compiled():
-        return _compiled(tensors, lambda given: xla.call(given, names, urgent, rate, average, -1),
-                         lambda gradients: _sums_of_gradients(gradients, names, average, urgent))
+        return _compiled(tensors, lambda given: xla.call(given, known, urgent, rate, average, -1),
+                         lambda gradients: _sums_of_gradients(gradients, known, average, urgent))
     rate = -1.0 if rate is None else tf.cast(rate, tf.float64)
 
     def of(part: slice) -> list[tf.Tensor]:
-        known = list(names[part])
-        return in_turn(known, lambda: library.push_pull(list(tensors[part]), rate, known, urgent[part], average))
+        return library.push_pull(list(tensors[part]), rate, known[part], urgent[part], average)
 
     if tf.executing_eagerly():
         return of(slice(None)) if tensors else []
     return [total for i in range(len(tensors)) for total in of(slice(i, i + 1))]
 
 
-def copies(tensors: Sequence[tf.Tensor], names: Sequence[str], root_rank: int) -> list[tf.Tensor]:
+def copies(tensors: Sequence[tf.Tensor], names: Sequence[str], root_rank: int, final: bool = False) -> list[tf.Tensor]:
     """What checked tensors are on worker ``root_rank``: one operation in eager code, as in :func:`sums`."""
+    known = list(names) if final else in_graph(names)
     if xla.is_compiled():
-        return _compiled(tensors, lambda given: xla.call(given, names, [0] * len(tensors), None, False, root_rank),
-                         lambda gradients: _copies_of_gradients(gradients, names, root_rank))
+        return _compiled(tensors, lambda given: xla.call(given, known, [0] * len(tensors), None, False, root_rank),
+                         lambda gradients: _copies_of_gradients(gradients, known, root_rank))
 
     def of(part: slice) -> list[tf.Tensor]:
-        known = list(names[part])
-        return in_turn(known, lambda: library.broadcast(list(tensors[part]), known, root_rank))
+        return library.broadcast(list(tensors[part]), known[part], root_rank)
 
     if tf.executing_eagerly():
         return of(slice(None)) if tensors else []

@@ -11,6 +11,7 @@ from bpsx.errors import ConfigError
 from bpsx.tensorflow.asynchronous import Weights
 from bpsx.tensorflow.exchange import Exchange
 from bpsx.tensorflow.momentum import Momentum
+from bpsx.tensorflow.names import names_of
 from bpsx.tensorflow.tracing import as_it_is
 
 
@@ -20,21 +21,25 @@ class Accumulated:
     def __init__(self, passes: int) -> None:
         self._passes = passes
         self._count: Any = None
-        self._kept: dict[str, Any] = {}         # by the variable's name
+        self._kept: dict[str, Any] = {}         # by variable
 
     def add(self, pairs: list[tuple[Any, Any]]) -> tuple[Any, list[tuple[Any, Any]]]:
-        """Whether this is the last pass, and pairs of sums and variables."""
-        own = [(tf.convert_to_tensor(g), v) for g, v in pairs if g is not None]
+        """Whether this is the last pass, and pairs of sums and variables; None where no pass has had a gradient."""
+        own = [g if g is None else tf.convert_to_tensor(g) for g, _ in pairs]
+        names = names_of([v for _, v in pairs])
         with tf.init_scope() if tf.inside_function() else tf.name_scope("bpsx_passes"):
             if self._count is None:
                 self._count = tf.compat.v1.Variable(0, trainable=False, use_resource=True, name="bpsx_pass")
-            for gradient, variable in own:
-                if variable.name not in self._kept:
-                    self._kept[variable.name] = tf.compat.v1.Variable(tf.zeros(variable.shape, gradient.dtype), trainable=False, use_resource=True)
-        kept = [self._kept[v.name] for _, v in own]
-        sums = [k.assign_add(g, read_value=True) for k, (g, _) in zip(kept, own, strict=True)]
+            for name, gradient, (_, variable) in zip(names, own, pairs, strict=True):
+                if name not in self._kept and gradient is not None:
+                    self._kept[name] = tf.compat.v1.Variable(tf.zeros(variable.shape, gradient.dtype), trainable=False, use_resource=True)
+        sums: list[Any] = []
+        for name, gradient in zip(names, own, strict=True):
+            kept = self._kept.get(name)
+            sums.append(None if kept is None else kept.read_value() if gradient is None else kept.assign_add(gradient, read_value=True))
         number = self._count.assign_add(1, read_value=True)
-        return tf.equal(number % self._passes, 0), [(tf.identity(s), v) for s, (_, v) in zip(sums, own, strict=True)]
+        variables = [v for _, v in pairs]
+        return tf.equal(number % self._passes, 0), [(s if s is None else tf.identity(s), v) for s, v in zip(sums, variables, strict=True)]
 
     def clear(self, after: list[Any]) -> list[Any]:
         """Begin again, once ``after`` is there."""
@@ -62,8 +67,13 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         if self._passes is None:
             return self._exchanged(pairs)
         self._last, sums = self._passes.add(pairs)
-        gradients = tf.cond(self._last, lambda: [g for g, _ in self._exchanged(sums)], lambda: [tf.identity(g) for g, _ in sums])
-        return list(zip(gradients, [v for _, v in sums], strict=True))
+        if tf.executing_eagerly():
+            return self._exchanged(sums) if self._last else sums
+        there = [i for i, (g, _) in enumerate(sums) if g is not None]
+        found = tf.cond(self._last, lambda: [g for g, _ in self._exchanged(sums) if g is not None], lambda: [tf.identity(sums[i][0]) for i in there])
+        for i, gradient in zip(there, found, strict=True):
+            sums[i] = gradient, sums[i][1]
+        return sums
 
     def _exchanged(self, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         variables = [v for _, v in pairs]

@@ -10,7 +10,7 @@ import tensorflow as tf
 from bpsx import _adapter
 from bpsx._adapter import checked_root
 from bpsx.errors import ConfigError
-from bpsx.tensorflow.exchange import names_of
+from bpsx.tensorflow.names import names_of
 from bpsx.tensorflow.ops import check_bytes
 from bpsx.tensorflow.raw import copies
 from bpsx.tensorflow.tracing import as_it_is

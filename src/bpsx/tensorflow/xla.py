@@ -73,7 +73,8 @@ def _check(tensors: Sequence[tf.Tensor], names: Sequence[str]) -> None:
         raise UnsupportedCompilation(f"jit_compile=True: the XLA of TensorFlow {tf.__version__} cannot call bpsx: leave jit_compile out")
     if tf.config.list_logical_devices("GPU"):
         raise UnsupportedCompilation("jit_compile=True: bpsx exchanges gradients in what XLA compiles for the host, and here it compiles for a GPU: "
-                                     "leave jit_compile out of the function that exchanges; what that calls may be compiled")
+                                     "leave jit_compile out of the function that exchanges (Keras: compile(jit_compile=False)); what that calls may "
+                                     "be compiled")
     for tensor, name in zip(tensors, names, strict=True):
         if not tensor.shape.is_fully_defined():
             raise UnsupportedCompilation(f"jit_compile=True: {name!r} has the shape {tensor.shape}, and XLA has to know shapes when it compiles: "

@@ -6,15 +6,22 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from bpsx import _adapter
 from bpsx.choices import Params
+from bpsx.errors import ConfigError
 from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.exchange import Exchange
 
 
 class _Source(NamedTuple):
-    """A gradient's place in its batch: TensorFlow does not say of which variable it is."""
+    """A gradient's place in its batch, where TensorFlow does not say of which variable it is."""
 
     path: str
+
+
+def _source(path: str, destination: Any) -> Any:
+    """What a gradient is of: optimizers have them reduced to where the variable is."""
+    return destination if isinstance(destination, tf.Variable) else _Source(path)
 
 
 class CrossDeviceOps(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
@@ -32,6 +39,11 @@ class CrossDeviceOps(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
         self._local = local or tf.distribute.ReductionToOneDevice()
         self._exchange = Exchange("CrossDeviceOps", True, compression, compression_params, False)
 
+    @property
+    def _num_between_graph_workers(self) -> int:
+        """TensorFlow leaves out to reduce a value of a single device, unless several workers do it."""
+        return int(_adapter.session().size)
+
     def reduce_implementation(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any) -> Any:
         """Over this worker's devices: metrics and ``strategy.reduce``, which one worker may do without the others."""
         return self._local.reduce_implementation(reduce_op, per_replica_value, destinations, options)
@@ -41,7 +53,10 @@ class CrossDeviceOps(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
         pairs = list(value_destination_pairs)
         reduced = self._local.batch_reduce_implementation(reduce_op, pairs, options)
         ours = [value.values[0] if hasattr(value, "values") and not isinstance(value, tf.IndexedSlices) else value for value in reduced]
-        found = self._exchange(ours, [_Source(f"mirrored.{len(ours)}.{i}") for i in range(len(ours))])
+        if _adapter.session().config.asynchronous:
+            raise ConfigError("MirroredStrategy: with BYTEPS_ENABLE_ASYNC=1 servers add up what workers push, which has to be changes of weights: "
+                              "use DistributedOptimizer")
+        found = self._exchange(ours, [_source(f"mirrored.{len(ours)}.{i}", where) for i, (_, where) in enumerate(pairs)])
         return [self._local.broadcast_implementation(value, destinations) for value, (_, destinations) in zip(found, pairs, strict=True)]
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,13 @@ import tensorflow as tf
 from bpsx import _adapter
 from bpsx._adapter import checked_root
 from bpsx.errors import ConfigError
-from bpsx.tensorflow.ops import push_pull
+from bpsx.tensorflow.ops import broadcast, push_pull
 from bpsx.tensorflow.variables import broadcast_variables
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Gives all workers the model's and the optimizer's variables of worker ``root_rank``, when the first training begins.
+    """Gives all workers the model's and the optimizer's variables of worker ``root_rank``, when the first training begins; but for the states of
+    random generators: workers shall not all drop the same units.
 
     A model that is built by its first batch gets them after that. ``device`` is BytePS's and ignored. Raises :class:`~bpsx.errors.ConfigError`.
     """
@@ -40,13 +42,15 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     def _broadcast(self) -> None:
         if not self.broadcast_done:
             optimizer = self.model.optimizer
-            broadcast_variables([*self.model.variables, *(optimizer.variables if optimizer is not None else [])], self.root_rank)
+            found = [*self.model.variables, *(optimizer.variables if optimizer is not None else [])]
+            broadcast_variables([v for v in found if not v.path.endswith("seed_generator_state")], self.root_rank)
             self.broadcast_done = True
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Averages metrics over all workers at the end of each epoch, in ``logs``: put it before callbacks that use them (early stopping, learning rates,
-    logging). All workers must have the same metrics. ``device`` is BytePS's and ignored."""
+    logging). All workers must have the same metrics, and wait for each other here, in asynchronous training as well. ``device`` is BytePS's and
+    ignored."""
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
@@ -56,8 +60,19 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
         names = sorted(name for name, value in (logs or {}).items() if isinstance(value, (int, float)) or getattr(value, "ndim", None) == 0)
         if logs is None or not names:
             return
-        means = push_pull(tf.constant([float(logs[name]) for name in names], tf.float64), name="MetricAverage")
+        own = tf.constant([float(logs[name]) for name in names], tf.float64)
+        what = f"MetricAverage of {', '.join(names)}"
+        session = _adapter.session()
+        if session.config.asynchronous:         # where sums never start anew
+            means = tf.add_n([broadcast(own, root, name=f"{what}.{root}") for root in range(session.size)]) / session.size
+        else:
+            means = push_pull(own, name=what)
         logs.update(zip(names, means.numpy().tolist(), strict=True))
+
+
+def _check_number(verb: str, argument: str, value: Any, least: float, allowed: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) >= least:
+        raise ConfigError(f"{verb}: {argument}={value!r}: allowed are {allowed}")
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -80,6 +95,15 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self.staircase = staircase or not callable(multiplier)
         self.initial_lr, self.steps_per_epoch, self.current_epoch = initial_lr, steps_per_epoch, 0
         self.multiplier: Callable[[float], float] = multiplier if callable(multiplier) else lambda epoch: multiplier
+        what = type(self).__name__
+        if not callable(multiplier):
+            _check_number(what, "multiplier", multiplier, 0, "numbers from 0, and functions of the epoch")
+        if initial_lr is not None:
+            _check_number(what, "initial_lr", initial_lr, 0, "numbers from 0, and None")
+        if steps_per_epoch is not None:
+            _check_number(what, "steps_per_epoch", steps_per_epoch, 1, "numbers from 1, and None")
+        if end_epoch is not None:
+            _check_number(what, "end_epoch", end_epoch, start_epoch, f"numbers from start_epoch={start_epoch}, and None")
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Find what has been left out."""
@@ -117,7 +141,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         return float(tf.convert_to_tensor(self.model.optimizer.learning_rate))
 
     def _set(self, epoch: float) -> None:
-        before, now = self._rate(), float(self.initial_lr or 0.0) * self.multiplier(epoch)
+        self._set_rate(float(self.initial_lr or 0.0) * self.multiplier(epoch))
+
+    def _set_rate(self, now: float) -> None:
+        before = self._rate()
         if now == before:
             return
         self.model.optimizer.learning_rate = now
@@ -136,17 +163,21 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self, warmup_epochs: float = 5, momentum_correction: bool = True, steps_per_epoch: int | None = None, verbose: int = 0,
         initial_lr: float | None = None,
     ) -> None:
+        _check_number(type(self).__name__, "warmup_epochs", warmup_epochs, 0, "numbers from 0")
+
         def multiplier(epoch: float) -> float:
             size = _adapter.session().size
             done = epoch + 1.0 / float(self.steps_per_epoch or 1)       # at an epoch's end the rate is what that epoch's end asks for
-            return 1.0 / size * (done * (size - 1) / warmup_epochs + 1)
+            return 1.0 / size * (min(done / warmup_epochs, 1.0) * (size - 1) + 1)
 
         super().__init__(multiplier, start_epoch=0, end_epoch=int(-(-warmup_epochs // 1)), staircase=False, momentum_correction=momentum_correction,
                          steps_per_epoch=steps_per_epoch, initial_lr=initial_lr)
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Tell the rate."""
+        """Tell the rate; at the end of the last of them it is ``initial_lr``, however many batches there have been."""
+        if self.end_epoch is not None and epoch == self.end_epoch - 1:
+            self._set_rate(float(self.initial_lr or 0.0))
         super().on_epoch_end(epoch, logs)
         if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0:
             print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}.")

@@ -19,7 +19,7 @@ class Kept(CompressionState, _Saveable):  # type: ignore[misc]
     """Of one exchange. A file without it, as of a run without compression, makes everything begin anew."""
 
     def __init__(self, exchange: Exchange) -> None:
-        super().__init__()
+        super().__init__([])
         self._exchange = exchange
 
     def _save(self) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -23,6 +25,8 @@ from bpsx.tensorflow.tracing import as_it_is
 
 log = logging.getLogger("bpsx.tensorflow")
 _VERB = "DistributedOptimizer"
+#: The attribute that says that an optimizer is called by one that has exchanged the gradients.
+_WITHIN = "_bpsx_within"
 LossScale = keras.optimizers.LossScaleOptimizer
 
 
@@ -33,50 +37,65 @@ class _Distributed:
     _bpsx_weights: Weights
     _bpsx_momentum: Momentum
 
-    @classmethod
-    def from_config(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
-        """A distributed optimizer as this one, and otherwise as its own class makes it."""
-        made = cls.__mro__[2].from_config(config, *args, **kwargs)  # type: ignore[attr-defined]
-        return distributed(made, cls._bpsx_exchange.alike())
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """One that is made by the class of another, as Keras does from its configuration, exchanges as that does."""
+        super().__init__(*args, **kwargs)
+        _equip(self, type(self)._bpsx_exchange.alike(), Weights())
+
+    def __reduce__(self) -> Any:
+        """Copies, deep or pickled, are distributed, too."""
+        plain: Any = object.__new__(type(self).__mro__[2])
+        object.__setattr__(plain, "__dict__", {key: value for key, value in self.__dict__.items() if not key.startswith("_bpsx_")})
+        return _distributed_again, (plain, self._bpsx_exchange.given)
 
     @as_it_is
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         """As the optimizer's own ``apply``, with the sums or averages of all workers' gradients."""
         this: Any = self
+        base: Any = super()
+        gradients = list(grads)
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
             if not this.built:
                 with keras.name_scope(this.name):
                     this.build(trainable_variables)
         variables = this._trainable_variables if trainable_variables is None else trainable_variables
-        base: Any = super()
+        if len(gradients) != len(variables):
+            raise ConfigError(f"{_VERB}: apply: {len(gradients)} gradients for {len(variables)} variables; one for each is needed, or None")
+        if self.__dict__.get(_WITHIN):
+            return base.apply(gradients, trainable_variables)
         if _adapter.session().config.asynchronous:
             self._bpsx_exchange.check_async()
-            return self._bpsx_weights.step(lambda: base.apply(grads, trainable_variables), variables)
-        found = self._exchanged(list(grads), variables)
-        with self._bpsx_momentum.off():
+            return self._bpsx_weights.step(lambda: base.apply(gradients, trainable_variables), variables)
+        found = self._exchanged(gradients, variables)
+        with self._bpsx_momentum.off(), _within(this):
             return base.apply(found, trainable_variables)
 
     def _exchanged(self, gradients: list[Any], variables: Any) -> list[Any]:
         """The gradients to apply. Where the optimizer adds up those of several steps, workers exchange those sums in the last of them: it gets their
         average, finds nothing added up, and divides."""
         this: Any = self
+        known = this._trainable_variables
         steps = None if isinstance(this, LossScale) else this.gradient_accumulation_steps
         if not steps:
-            return self._bpsx_exchange(gradients, variables, this.learning_rate, self._bpsx_momentum)
+            return self._bpsx_exchange(gradients, variables, this.learning_rate, self._bpsx_momentum, known)
         own = [g if g is None else tf.convert_to_tensor(g) for g in gradients]
-        there = [i for i, g in enumerate(own) if g is not None]
-        kept = [this._accumulated_gradients[this._get_variable_index(variables[i])] for i in there]
+        kept = [this._accumulated_gradients[this._get_variable_index(v)] for v in variables]
 
         def last() -> list[Any]:
-            sums = [own[i] + tf.convert_to_tensor(k) for i, k in zip(there, kept, strict=True)]
-            found = self._bpsx_exchange(sums, [variables[i] for i in there], this.learning_rate, self._bpsx_momentum)
-            for k in kept:
-                k.assign(tf.zeros_like(k))
+            sums = [None if g is None else g + tf.convert_to_tensor(k) for g, k in zip(own, kept, strict=True)]
+            instead = {i: tf.convert_to_tensor(kept[i]) for i, g in enumerate(own) if g is None}
+            found = self._bpsx_exchange(sums, variables, this.learning_rate, self._bpsx_momentum, known, instead)
+            for k, g in zip(kept, found, strict=True):
+                if g is not None:
+                    k.assign(tf.zeros_like(k))
             return found
 
         is_last = tf.equal((tf.convert_to_tensor(this._iterations) + 1) % steps, 0)
-        found = tf.cond(is_last, last, lambda: [tf.identity(own[i]) for i in there])
+        if tf.executing_eagerly():
+            return last() if is_last else own
+        there = [i for i, g in enumerate(own) if g is not None]
+        found = tf.cond(is_last, lambda: [g for g in last() if g is not None], lambda: [tf.identity(own[i]) for i in there])
         for i, gradient in zip(there, found, strict=True):
             own[i] = gradient
         return own
@@ -84,34 +103,64 @@ class _Distributed:
     @property
     def loss_scale_factor(self) -> Any:
         """As Keras has it. Its LossScaleOptimizer, which ``compile`` puts around an optimizer under mixed_float16, sets this when it is made: so here
-        we hear of that. It applies nothing where a gradient is not finite, and with that a worker's exchange would be left out. So it takes the
-        exchange over: what it looks at are everybody's sums."""
+        we hear of that. It applies nothing where a gradient is not finite, and with that a worker's exchange would be left out. So it exchanges
+        instead of this one, which does so only where it is called by itself: what it looks at are everybody's sums."""
         frame: Any = sys._getframe(1)       # Keras's own ways to set an attribute, which begin by looking at it; then who sets it
         while frame is not None and frame.f_locals.get("self") is self:
             frame = frame.f_back
         outer = None if frame is None else frame.f_locals.get("self")
-        if isinstance(outer, LossScale) and getattr(outer, "inner_optimizer", None) is self:
+        if isinstance(outer, LossScale) and not is_distributed(outer) and getattr(outer, "inner_optimizer", None) is self:
             adopt(outer, self._bpsx_exchange, self._bpsx_weights)
-            object.__setattr__(self, "__class__", type(self).__mro__[2])
-        return self.__dict__["loss_scale_factor"]
+        try:
+            return self.__dict__["loss_scale_factor"]
+        except KeyError:        # is being made
+            raise AttributeError("loss_scale_factor") from None
 
     @loss_scale_factor.setter
     def loss_scale_factor(self, value: Any) -> None:
         self.__dict__["loss_scale_factor"] = value
 
 
+@contextmanager
+def _within(optimizer: Any) -> Iterator[None]:
+    """Inside, an optimizer that this one applies gradients with does not exchange them again."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is None:
+        yield
+        return
+    inner.__dict__[_WITHIN] = inner.__dict__.get(_WITHIN, 0) + 1        # several threads may be here, one for each replica
+    try:
+        yield
+    finally:
+        inner.__dict__[_WITHIN] -= 1
+
+
 def adopt(optimizer: Any, exchange: Exchange, weights: Weights) -> Any:
     """Make ``optimizer`` itself a distributed one. Saved models name its class, which is loaded without bpsx as well: so it is called the same."""
-    cls, inner = type(optimizer), getattr(optimizer, "inner_optimizer", optimizer)
-    momentum = Momentum(inner, "momentum", isinstance(inner, keras.optimizers.SGD))
+    _equip(optimizer, exchange, weights)
+    cls = type(optimizer)
+    ours = type(cls.__name__, (_Distributed, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_bpsx_exchange": exchange})
+    registered = keras.saving.get_registered_name(cls)
+    names = keras.saving.get_registered_name.__globals__.get("GLOBAL_CUSTOM_NAMES")
+    if registered != cls.__name__ and names is not None:
+        names[ours] = registered        # what register_keras_serializable keeps: files name it by that
+    object.__setattr__(optimizer, "__class__", ours)       # Keras follows what is set in its own way
+    return optimizer
+
+
+def _equip(optimizer: Any, exchange: Exchange, weights: Weights) -> None:
+    """Give it what :class:`_Distributed` needs."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    momentum = inner.__dict__.get("_bpsx_momentum") or Momentum(inner, "momentum", isinstance(inner, keras.optimizers.SGD))
     optimizer.__dict__.update(_bpsx_exchange=exchange, _bpsx_weights=weights, _bpsx_momentum=momentum)
     if exchange.compresses:
         kept = inner.__dict__.get("_bpsx_kept") or Kept(exchange)
         optimizer.__dict__["_bpsx_kept"] = kept         # Keras finds it there, and saves it
         optimizer._track_trackable(kept, "_bpsx_kept", overwrite=True)      # so does tf.train.Checkpoint
-    ours = type(cls.__name__, (_Distributed, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_bpsx_exchange": exchange})
-    object.__setattr__(optimizer, "__class__", ours)       # Keras follows what is set in its own way
-    return optimizer
+
+
+def _distributed_again(plain: Any, given: Any) -> Any:
+    return distributed(plain, Exchange(*given))
 
 
 def _decide_auto() -> None:

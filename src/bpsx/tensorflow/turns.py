@@ -1,0 +1,113 @@
+"""One order, on all workers, for operations of one name: they meet their like in the order in which each worker executes them.
+
+Functions: TensorFlow puts what touches one resource into the order in which it was written down, through branches, loops and calls of functions. It
+can be told what an operation touches: ours, and what executes ours, touch one thing for each name. Graphs of TensorFlow 1 have no such order, and
+what is executed there is chosen anew each time: there the second operation of a name gets another name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.framework import auto_control_deps
+
+log = logging.getLogger("bpsx.tensorflow")
+#: The attribute of a graph that counts its operations by name.
+_COUNTS = "_bpsx_counts"
+#: What operations that execute functions call those in their attributes.
+_FUNCTIONS = ("f", "then_branch", "else_branch", "cond", "body", "branches")
+_things: dict[str, Any] = {}
+_in_functions: dict[str, frozenset[str]] = {}      # what a function touches; the names of functions are those of a process
+
+
+def in_graph(names: Sequence[str]) -> list[str]:
+    """``names``, or where operations have no order those by which they can be told from earlier ones of the same graph."""
+    if tf.executing_eagerly():
+        return list(names)
+    graph = tf.compat.v1.get_default_graph()
+    if graph._add_control_dependencies:
+        return list(names)
+    while getattr(graph, "outer_graph", None) is not None:
+        graph = graph.outer_graph
+    counts: Counter[str] | None = getattr(graph, _COUNTS, None)
+    if counts is None:
+        counts = Counter()
+        setattr(graph, _COUNTS, counts)
+    found = []
+    for name in names:
+        counts[name] += 1
+        found.append(name if counts[name] == 1 else f"{name}@{counts[name]}")
+    return found
+
+
+def keep_turns(*operations: str) -> None:
+    """Have TensorFlow keep the order of ``operations``, which have an attribute ``names``, and of what executes them."""
+    ours = frozenset(operations)
+
+    def bpsx_touches(op: Any, _: Any, writes: Any) -> bool:
+        """TensorFlow asks of each operation in a function, until nothing is added any more."""
+        added = [thing for thing in map(_thing, _names_of(ours, op)) if thing not in writes]
+        writes.update(added)
+        return bool(added)
+
+    register = getattr(auto_control_deps, "register_acd_resource_resolver", None)
+    if register is None:
+        log.warning("TensorFlow %s cannot be told which operations of bpsx need an order: in functions all run one after the other", tf.__version__)
+        return
+    register(bpsx_touches)
+
+
+def _thing(name: str) -> Any:
+    """What stands for a name where TensorFlow expects the handle of a resource."""
+    return _things.setdefault(name, SimpleNamespace(_id=("bpsx", name), op=SimpleNamespace(type="BpsxName")))
+
+
+def _names_of(ours: frozenset[str], op: Any) -> frozenset[str]:
+    if op.type in ours:
+        return frozenset(_text(name) for name in op.get_attr("names"))
+    if not op._is_stateful:
+        return frozenset()
+    found: frozenset[str] = frozenset()
+    for attribute in op.node_def.attr:
+        if attribute in _FUNCTIONS:
+            value = op.node_def.attr[attribute]
+            for function in [value.func, *value.list.func]:
+                found |= _names_in(ours, op.graph, function.name)
+    return found
+
+
+def _names_in(ours: frozenset[str], graph: Any, function: str) -> frozenset[str]:
+    """Of all operations that a function executes."""
+    if function not in _in_functions:
+        known = _definition(graph, function)
+        if known is None:
+            return frozenset()
+        found: frozenset[str] = frozenset()
+        for node in known.node_def:
+            if node.op in ours:
+                found |= frozenset(map(_text, node.attr["names"].list.s))
+            for attribute in _FUNCTIONS:
+                if attribute in node.attr:
+                    value = node.attr[attribute]
+                    for inner in [value.func, *value.list.func]:
+                        found |= _names_in(ours, graph, inner.name)
+        _in_functions[function] = found
+    return _in_functions[function]
+
+
+def _definition(graph: Any, function: str) -> Any:
+    while graph is not None:
+        found = graph._get_function(function) if function else None
+        if found is not None:
+            return getattr(found, "cached_definition", None) or getattr(found, "definition", None)
+        graph = getattr(graph, "outer_graph", None)
+    return None
+
+
+def _text(name: Any) -> str:
+    return name.decode() if isinstance(name, bytes) else name
