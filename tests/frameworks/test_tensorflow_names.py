@@ -20,6 +20,7 @@ import bpsx.tensorflow.keras as bpk
 from bpsx.api import session
 from bpsx.errors import ConfigError
 from bpsx.tensorflow.distribute import MirroredStrategy
+from bpsx.tensorflow.xla import UnsupportedCompilation
 
 WORKERS = 2
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -73,6 +74,26 @@ def job_order() -> Any:
     for name, (first, second) in ways.items():
         step = tf.function(lambda a, b, first=first, second=second: (first(late(a, 0)), second(late(b, 1))))
         found[name] = [[float(t) for t in step(tf.constant(1.0), tf.constant(100.0))] for _ in range(4)]
+    return found
+
+
+def job_compiled() -> Any:
+    """The same in what XLA compiles: functions that are compiled, called by one that is not; the other way round; twice in one."""
+    w = tf.Variable([1.0], name="compiled")
+
+    def gradient(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(w * x)
+        return bps.DistributedGradientTape(tape).gradient(loss, [w])[0][0]
+
+    found: dict[str, Any] = {}
+    inner, outer = tf.function(gradient, jit_compile=True), tf.function(gradient)
+    for name, call, options in (("inside", inner, {}), ("twice", gradient, {"jit_compile": True}), ("outside", outer, {"jit_compile": True})):
+        step = tf.function(lambda a, b, call=call: (call(late(a, 0)), call(late(b, 1))), **options)
+        try:
+            found[name] = [[float(t) for t in step(tf.constant(1.0), tf.constant(100.0))] for _ in range(4)]
+        except UnsupportedCompilation as e:
+            found[name] = str(e)
     return found
 
 
@@ -278,6 +299,17 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 def test_operations_of_one_name_meet_in_the_order_in_which_they_are_written(job: Finished, way: str) -> None:
     for found in each(job, "job_order"):
         assert found[way] == [[1.0, 100.0]] * 4
+
+
+@pytest.mark.parametrize("way", ["inside", "twice"])
+def test_compiled_functions_keep_the_order_of_one_name(job: Finished, way: str) -> None:
+    for found in each(job, "job_compiled"):
+        assert found[way] == [[1.0, 100.0]] * 4
+
+
+def test_one_name_twice_in_functions_of_a_compiled_one_is_refused(job: Finished) -> None:
+    for found in each(job, "job_compiled"):
+        assert "'Gradient.compiled:0' is exchanged twice" in found["outside"]
 
 
 def test_operations_of_other_names_have_no_order(job: Finished) -> None:

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
+
+from bpsx.errors import BpsxError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -18,3 +21,16 @@ def as_it_is(function: F) -> F:
 def gradient_of(operation: str) -> Callable[[F], F]:
     """Registers a function as the gradient of an operation."""
     return tf.RegisterGradient(operation)  # type: ignore[no-any-return]
+
+
+class UnsupportedCompilation(BpsxError, RuntimeError):
+    """XLA is to compile an exchange that it cannot."""
+
+
+def is_compiled(graph: Any = None) -> bool:
+    """Whether ``graph``, by default what is being traced, will be compiled by XLA."""
+    if graph is None:
+        if tf.executing_eagerly():
+            return False
+        graph = tf.compat.v1.get_default_graph()
+    return bool(control_flow_util.GraphOrParentsInXlaContext(graph))

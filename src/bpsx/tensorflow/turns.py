@@ -16,11 +16,18 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps
 
+from bpsx.tensorflow.tracing import UnsupportedCompilation, is_compiled
+
 log = logging.getLogger("bpsx.tensorflow")
 #: The attribute of a graph that counts its operations by name.
 _COUNTS = "_bpsx_counts"
+#: The attribute of a graph that XLA is to compile: by name, what touches it.
+_TOUCHED = "_bpsx_touched"
 #: What operations that execute functions call those in their attributes.
 _FUNCTIONS = ("f", "then_branch", "else_branch", "cond", "body", "branches")
+#: The operation by which XLA calls a foreign function, and the attribute that says which.
+_CALL, _MODULE = "XlaCallModule", "module"
+_modules: dict[bytes, frozenset[str]] = {}          # what such a call touches
 _things: dict[str, Any] = {}
 _in_functions: dict[str, frozenset[str]] = {}      # what a function touches; the names of functions are those of a process
 
@@ -51,7 +58,10 @@ def keep_turns(*operations: str) -> None:
 
     def bpsx_touches(op: Any, _: Any, writes: Any) -> bool:
         """TensorFlow asks of each operation in a function, until nothing is added any more."""
-        added = [thing for thing in map(_thing, _names_of(ours, op)) if thing not in writes]
+        names = _names_of(ours, op)
+        added = [thing for thing in map(_thing, names) if thing not in writes]
+        if added and is_compiled(op.graph):
+            _check_compiled(op, names)
         writes.update(added)
         return bool(added)
 
@@ -62,6 +72,25 @@ def keep_turns(*operations: str) -> None:
     register(bpsx_touches)
 
 
+def touches(module: str, names: Sequence[str]) -> None:
+    """Note which names a call of a foreign function exchanges."""
+    _modules[module.encode()] = frozenset(names)
+
+
+def _check_compiled(op: Any, names: frozenset[str]) -> None:
+    """XLA keeps the order of the calls that one function makes of foreign functions, since each gives something to the next. It forgets that of
+    functions in a function, as it makes one program of all."""
+    before: dict[str, Any] | None = getattr(op.graph, _TOUCHED, None)
+    if before is None:
+        before = {}
+        setattr(op.graph, _TOUCHED, before)
+    for name in sorted(names):
+        other = before.setdefault(name, op)
+        if other is not op and not other.type == op.type == _CALL:
+            raise UnsupportedCompilation(f"jit_compile=True: {name!r} is exchanged twice in one function, in functions or branches in it, and XLA "
+                                         "keeps no order of these: exchange in the compiled function itself, or leave jit_compile out")
+
+
 def _thing(name: str) -> Any:
     """What stands for a name where TensorFlow expects the handle of a resource."""
     return _things.setdefault(name, SimpleNamespace(_id=("bpsx", name), op=SimpleNamespace(type="BpsxName")))
@@ -70,6 +99,8 @@ def _thing(name: str) -> Any:
 def _names_of(ours: frozenset[str], op: Any) -> frozenset[str]:
     if op.type in ours:
         return frozenset(_text(name) for name in op.get_attr("names"))
+    if op.type == _CALL:
+        return _modules.get(op.get_attr(_MODULE), frozenset())
     if not op._is_stateful:
         return frozenset()
     found: frozenset[str] = frozenset()
@@ -91,6 +122,8 @@ def _names_in(ours: frozenset[str], graph: Any, function: str) -> frozenset[str]
         for node in known.node_def:
             if node.op in ours:
                 found |= frozenset(map(_text, node.attr["names"].list.s))
+            elif node.op == _CALL:
+                found |= _modules.get(node.attr[_MODULE].s, frozenset())
             for attribute in _FUNCTIONS:
                 if attribute in node.attr:
                     value = node.attr[attribute]

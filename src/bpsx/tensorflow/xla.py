@@ -12,10 +12,12 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
-from tensorflow.python.ops import control_flow_util
 
-from bpsx.errors import BpsxError
 from bpsx.tensorflow import _xla
+from bpsx.tensorflow.tracing import UnsupportedCompilation, is_compiled
+from bpsx.tensorflow.turns import touches
+
+__all__ = ["UnsupportedCompilation", "call", "is_compiled"]
 
 #: Of XlaCallModule: its format.
 _VERSION = 9
@@ -29,15 +31,6 @@ _LATEST = "_bpsx_latest_in_xla"
 _known = _xla.register()
 
 
-class UnsupportedCompilation(BpsxError, RuntimeError):
-    """XLA is to compile an exchange that it cannot."""
-
-
-def is_compiled() -> bool:
-    """Whether what is being traced will be compiled by XLA."""
-    return not tf.executing_eagerly() and bool(control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
-
-
 def call(tensors: Sequence[tf.Tensor], names: Sequence[str], priorities: Sequence[int], rate: Any, average: bool, root: int) -> list[tf.Tensor]:
     """The sums of ``tensors``, or with ``root`` from 0 on what they are there. Raises :class:`UnsupportedCompilation`."""
     _check(tensors, names)
@@ -49,8 +42,10 @@ def call(tensors: Sequence[tf.Tensor], names: Sequence[str], priorities: Sequenc
     if before is None:
         before = tf.constant(0, tf.int32)
     plan = json.dumps([list(names), list(priorities), average, root])
+    module = _module(types, plan)
+    touches(module, names)
     *found, after = gen_xla_ops.xla_call_module(
-        [*tensors, tf.cast(-1.0 if rate is None else rate, tf.float64), before], version=_VERSION, module=_module(types, plan), platforms=["CPU"],
+        [*tensors, tf.cast(-1.0 if rate is None else rate, tf.float64), before], version=_VERSION, module=module, platforms=["CPU"],
         Sout=[*(t.shape for t in tensors), []], Tout=[*(t.dtype.base_dtype for t in tensors), tf.int32], function_list=[],
         has_token_input_output=False, disabled_checks=[])
     setattr(graph, _LATEST, after)      # the next call takes it: so calls have one order, the same on all workers
