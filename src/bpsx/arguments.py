@@ -52,6 +52,14 @@ def checked_root(root_rank: Any, verb: str, size: int) -> int:
     return rank
 
 
+def checked_passes(passes: Any, verb: str) -> int:
+    """``backward_passes_per_step`` as an int. Raises :class:`ConfigError`."""
+    number = integer(passes)
+    if number is None or number < 1:
+        raise ConfigError(f"{verb}: backward_passes_per_step={passes!r}: allowed are integers from 1")
+    return number
+
+
 def check_handle(handle: Any, verb: str) -> None:
     """Raise :class:`ConfigError` unless ``handle`` can be asked and waited for, as what the ``_async`` verbs return."""
     if not (hasattr(handle, "done") and hasattr(handle, "wait")):

@@ -38,6 +38,18 @@ def choose(given: Params, names: Iterable[str], verb: str, momenta: Mapping[str,
     return {name: chosen for name, chosen in found.items() if chosen != _adapter.NOT_COMPRESSED}
 
 
+def check_params(given: Any, verb: str) -> None:
+    """Raise :class:`ConfigError` for what cannot be ``compression_params`` of any parameters."""
+    if given is None or callable(given):
+        return
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{verb}: compression_params is a {type(given).__name__}; a mapping is needed, or a function of a parameter's name")
+    by_name = any(isinstance(value, Mapping) for value in given.values())
+    for name, params in given.items() if by_name else [("all", given)]:
+        if isinstance(params, Mapping) and _adapter.initialised():      # until then, nobody knows the compressors from outside
+            _compression(str(name), params, verb, {str(name): 0.5})       # its own may be taken over
+
+
 def _missing(value: Any) -> bool:
     return value is None or value is False or isinstance(value, str) and value == ""
 

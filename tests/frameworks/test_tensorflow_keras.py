@@ -202,6 +202,10 @@ def job_refused() -> Any:
         lambda: bpk.DistributedOptimizer(sgd(), backward_passes_per_step=0), lambda: bpk.DistributedOptimizer(sgd(), op=bps.Adasum),
         lambda: bpk.DistributedOptimizer(sgd(gradient_accumulation_steps=3), backward_passes_per_step=2),
         lambda: fit(bpk.DistributedOptimizer(sgd()), callbacks=[bpk.callbacks.BroadcastGlobalVariablesCallback(5)]),
+        lambda: bpk.DistributedOptimizer(sgd(), backward_passes_per_step=True), lambda: bpk.load_model("x.keras", custom_optimizers=["a"]),
+        lambda: bpk.callbacks.BroadcastGlobalVariablesCallback("a"), lambda: bpk.callbacks.LearningRateScheduleCallback("0.1"),
+        lambda: bpk.callbacks.LearningRateScheduleCallback(0.1, 3, 2), lambda: bpk.callbacks.LearningRateScheduleCallback(0.1, steps_per_epoch=-3),
+        lambda: bpk.callbacks.LearningRateWarmupCallback("5"), lambda: bpk.callbacks.LearningRateWarmupCallback(initial_lr=-1.0),
         lambda: fit(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)),
                     callbacks=[bpk.callbacks.LearningRateScheduleCallback(0.5)]),
     ]
@@ -292,7 +296,9 @@ def test_auto_does_not_have_an_exchange_compiled_for_a_gpu(job):
 def test_refused(job):
     for told, number, values in each(job, "job_refused"):
         for text, part in zip(told, ("not str", "distributed already", "backward_passes_per_step=0", "Adasum", "which is 3", "allowed are 0 to 1",
-                                     "ExponentialDecay"), strict=True):
+                                     "backward_passes_per_step=True", "custom_optimizers has 'a'", "root_rank='a'", "multiplier='0.1'",
+                                     "end_epoch=2: allowed are numbers from start_epoch=3", "steps_per_epoch=-3", "warmup_epochs='5'",
+                                     "initial_lr=-1.0", "ExponentialDecay"), strict=True):
             assert part in text
         assert number == 0.5 and values == [1, 1]
 

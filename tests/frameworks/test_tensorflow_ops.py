@@ -250,6 +250,12 @@ def job_refused() -> Any:
         lambda: bps.push_pull(1.0, enable_async=True), lambda: bps.broadcast(1.0, 2), lambda: bps.broadcast(tf.constant("text"), 0),
         lambda: bps.broadcast_variables([tf.constant(1.0)], 0), lambda: bps.broadcast_global_variables(0),
         lambda: bps.DistributedGradientTape("tape"),
+        lambda: bps.push_pull(1.0, scope=3), lambda: bps.broadcast_variables([], 0, scope=None),
+        lambda: bps.broadcast_variables(tf.Variable([1.0]), 0), lambda: bps.broadcast_variables(object(), 0),
+        lambda: bps.push_pull([tf.zeros(2), tf.zeros(3)]),
+        lambda: bps.BroadcastGlobalVariablesHook("a"), lambda: bps.DistributedGradientTape(tf.GradientTape(), sparse_as_dense="no"),
+        lambda: bps.DistributedGradientTape(tf.GradientTape(), compression_params="onebit"),
+        lambda: bps.DistributedGradientTape(tf.GradientTape(), compression_params={"compressor": "zip"}),
     ]
     told = [error_of(call) for call in calls]
     different = tf.function(lambda: bps.push_pull(tf.zeros(3 + rank), name="different"))
@@ -400,6 +406,9 @@ def test_refused(job):
             "SparseTensor cannot be sent", "give one of them", "op='Product': allowed are Average and Sum", "op=Adasum", "average=2", "name must be",
             "priority=2147483648", "compression='fp16'", "BYTEPS_ENABLE_ASYNC=1", "root_rank=2: allowed are 0 to 1", "dtype string cannot be sent",
             "element 0 is a", "broadcast_variables()", "a tf.GradientTape is needed, not str",
+            "scope=3: a string is needed", "scope=None: a string", "is a ResourceVariable; a list of variables is needed", "is a object; a list",
+            "list is not what a tensor can be made of", "root_rank='a': allowed are 0 to 1", "sparse_as_dense must be True or False, not 'no'",
+            "compression_params is a str", "compression_params of 'all': compressor='zip'",
         ]
         for text, part in zip(told, expected, strict=False):
             assert part in text

@@ -9,7 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from bpsx import _adapter
-from bpsx.choices import Params, choose
+from bpsx._adapter import check_flag
+from bpsx.choices import Params, check_params, choose
 from bpsx.errors import ConfigError
 from bpsx.tensorflow import xla
 from bpsx.tensorflow.compression import Compressor, NoneCompressor, check_compression
@@ -42,6 +43,8 @@ class Exchange:
         self, verb: str, average: bool, compression: type[Compressor], params: Params, sparse_as_dense: bool, anew: bool = True,
     ) -> None:
         check_compression(compression, verb)
+        check_params(params, verb)
+        check_flag(sparse_as_dense, "sparse_as_dense", verb)
         if params and compression is not NoneCompressor:
             raise ConfigError(f"{verb}: compression={compression.__name__} and compression_params: give one of them")
         self._verb, self._average, self._compression, self._params, self._as_dense = verb, average, compression, params, sparse_as_dense

@@ -35,7 +35,7 @@ def as_tensor(value: Any, what: str) -> tf.Tensor:
         raise UnsupportedTensor(f"{what}: a {type(value).__name__} cannot be sent; allowed are dense tensors and tf.IndexedSlices")
     try:
         return tf.convert_to_tensor(value)
-    except (TypeError, ValueError) as e:
+    except (TypeError, ValueError, tf.errors.InvalidArgumentError) as e:
         raise UnsupportedTensor(f"{what}: {type(value).__name__} is not what a tensor can be made of: {e}") from None
 
 
@@ -85,6 +85,7 @@ def push_pull(
     """
     mean = averages(op, average, "push_pull")
     check_name(name, "push_pull")
+    check_scope(scope, "push_pull")
     check_priority(priority, "push_pull")
     check_compression(compression, "push_pull")
     if enable_async:
@@ -110,11 +111,18 @@ def broadcast(tensor: Any, root_rank: int, scope: str = "", name: str | None = N
     ``is_variable`` is BytePS's and ignored.
     """
     check_name(name, "broadcast")
+    check_scope(scope, "broadcast")
     what = f"broadcast of {name!r}" if name else "broadcast"
     root = checked_root(root_rank, "broadcast", _adapter.session().size)
     dense = as_tensor(tensor, what)
     check_bytes(dense, what)
     return copies([dense], [f"{scope}{name or unnamed('broadcast', dense)}"], root)[0]
+
+
+def check_scope(scope: Any, verb: str) -> None:
+    """Raise :class:`ConfigError` unless it is a string."""
+    if not isinstance(scope, str):
+        raise ConfigError(f"{verb}: scope={scope!r}: a string is needed, which is put before the name")
 
 
 def check_bytes(tensor: tf.Tensor, what: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from bpsx import _adapter
+from bpsx._adapter import checked_passes
 from bpsx.errors import ConfigError
 from bpsx.tensorflow.asynchronous import Weights
 from bpsx.tensorflow.exchange import Exchange
@@ -123,6 +124,4 @@ def distributed(optimizer: Any, name: str | None, use_locking: bool, exchange: E
     """``optimizer`` with the gradients of all workers. Raises :class:`ConfigError`."""
     if isinstance(optimizer, _DistributedOptimizer):
         raise ConfigError(f"DistributedOptimizer: this {type(optimizer._optimizer).__name__} is distributed already")
-    if not isinstance(passes, int) or passes < 1:
-        raise ConfigError(f"DistributedOptimizer: backward_passes_per_step={passes!r}: allowed are integers from 1")
-    return _DistributedOptimizer(optimizer, name, use_locking, exchange, passes)
+    return _DistributedOptimizer(optimizer, name, use_locking, exchange, checked_passes(passes, "DistributedOptimizer"))

@@ -11,7 +11,7 @@ from bpsx import _adapter
 from bpsx._adapter import checked_root
 from bpsx.errors import ConfigError
 from bpsx.tensorflow.names import names_of
-from bpsx.tensorflow.ops import check_bytes
+from bpsx.tensorflow.ops import check_bytes, check_scope
 from bpsx.tensorflow.raw import copies
 from bpsx.tensorflow.tracing import as_it_is
 
@@ -27,6 +27,9 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, scope: str = "
     Raises :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.dtypes.UnsupportedDType`; and as :func:`push_pull` does.
     """
     root = checked_root(root_rank, "broadcast_variables", _adapter.session().size)
+    check_scope(scope, "broadcast_variables")
+    if hasattr(variables, "assign") or not isinstance(variables, Iterable):
+        raise ConfigError(f"broadcast_variables: variables is a {type(variables).__name__}; a list of variables is needed, as model.variables")
     given = list(variables)
     for i, variable in enumerate(given):
         if not hasattr(variable, "assign"):
@@ -57,6 +60,8 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
 
     def __init__(self, root_rank: int, device: str = "") -> None:
         super().__init__()
+        if _adapter.initialised():
+            checked_root(root_rank, "BroadcastGlobalVariablesHook", _adapter.session().size)
         self.root_rank, self._operation, self._graph = root_rank, None, None
 
     def begin(self) -> None:

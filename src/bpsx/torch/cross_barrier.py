@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import optimizer as _base
 
 from bpsx import _adapter
+from bpsx._adapter import checked_passes
 from bpsx.api import local_rank, local_size, rank, shutdown, size
 from bpsx.errors import ConfigError
 from bpsx.torch import init
@@ -25,7 +26,7 @@ from bpsx.torch.compression import Compression, Compressor
 from bpsx.torch.eager import eager
 from bpsx.torch.exchange import Exchange, GradientOrderError, Kind
 from bpsx.torch.ops import poll, push_pull_async_inplace, synchronize
-from bpsx.torch.optimizer import _DistributedOptimizer, check_optimizer, check_options, checked_passes, mix_in, names_of
+from bpsx.torch.optimizer import _DistributedOptimizer, check_optimizer, check_options, mix_in, names_of
 from bpsx.torch.serving import Serving, check_model
 from bpsx.torch.under_way import Round, ended, raise_first
 

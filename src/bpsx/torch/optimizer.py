@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from bpsx import _adapter
-from bpsx._adapter import integer
+from bpsx._adapter import checked_passes
 from bpsx.choices import Params, choose
 from bpsx.errors import ConfigError
 from bpsx.torch import checkpoint
@@ -86,7 +86,8 @@ def distribute(
     if choices and compression is not Compression.none:
         raise ConfigError(f"DistributedOptimizer: compression={compression.__name__} and compression_params: give one of them (fp16=True is a "
                           "key of the latter)")
-    exchange = _exchange_for(optimizer, names, compression, checked_passes(backward_passes_per_step), sparse_as_dense, average, choices)
+    passes = checked_passes(backward_passes_per_step, "DistributedOptimizer")
+    exchange = _exchange_for(optimizer, names, compression, passes, sparse_as_dense, average, choices)
     taken_over = TakenOver(optimizer, by_id, choices) if any(c.momentum for c in choices.values()) else None
     mixed = mix_in(_DistributedOptimizer, optimizer, exchange)
     cast("_DistributedOptimizer", mixed)._taken_over = taken_over
@@ -337,14 +338,6 @@ def names_of(
         instead = "" if first else " (it has none of them: model.state_dict() has other tensors, model.named_parameters() has these)"
         raise ConfigError(f"{verb}: named_parameters lacks {len(unnamed)} of the optimizer's parameters: {'; '.join(unnamed[:10])}{instead}")
     return list(first.values())
-
-
-def checked_passes(passes: Any, verb: str = "DistributedOptimizer") -> int:
-    """``passes`` as an int. Raises :class:`ConfigError`."""
-    number = integer(passes)
-    if number is None or number < 1:
-        raise ConfigError(f"{verb}: backward_passes_per_step={passes!r}: allowed are integers from 1")
-    return number
 
 
 def _take_patched_step(optimizer: torch.optim.Optimizer) -> bool:

@@ -11,6 +11,7 @@ from bpsx.tensorflow import (
     broadcast_variables,
     get_pushpull_speed,
     init,
+    join,
     local_rank,
     local_size,
     rank,
@@ -26,5 +27,5 @@ from bpsx.tensorflow.keras.verbs import broadcast, push_pull
 
 __all__ = [
     "Average", "Compression", "DistributedOptimizer", "Sum", "barrier", "broadcast", "broadcast_global_variables", "broadcast_variables", "callbacks",
-    "get_pushpull_speed", "init", "load_model", "local_rank", "local_size", "push_pull", "rank", "resume", "shutdown", "size", "suspend",
+    "get_pushpull_speed", "init", "join", "load_model", "local_rank", "local_size", "push_pull", "rank", "resume", "shutdown", "size", "suspend",
 ]

@@ -25,6 +25,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     def __init__(self, root_rank: int, device: str = "") -> None:
         super().__init__()
+        if _adapter.initialised():
+            checked_root(root_rank, "BroadcastGlobalVariablesCallback", _adapter.session().size)
         self.root_rank, self.broadcast_done = root_rank, False
 
     def on_train_begin(self, logs: Any = None) -> None:

@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from bpsx import _adapter
+from bpsx._adapter import checked_passes
 from bpsx.choices import Params
 from bpsx.errors import ConfigError
 from bpsx.tensorflow.asynchronous import Weights
@@ -224,8 +225,7 @@ def DistributedOptimizer(
 
 
 def _set_passes(optimizer: Any, passes: Any) -> None:
-    if not isinstance(passes, int) or passes < 1:
-        raise ConfigError(f"{_VERB}: backward_passes_per_step={passes!r}: allowed are integers from 1")
+    passes = checked_passes(passes, _VERB)
     if passes == 1:
         return
     inner = optimizer.inner_optimizer if isinstance(optimizer, LossScale) else optimizer

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from bpsx.choices import Params
+from bpsx.errors import ConfigError
 from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.keras.optimizer import DistributedOptimizer
 
@@ -22,6 +23,9 @@ def load_model(
     ``custom_optimizers``: classes of optimizers that Keras does not know; ``custom_objects``: other things, by name. Raises what Keras raises,
     and :class:`~bpsx.errors.ConfigError`.
     """
+    wrong = [cls for cls in custom_optimizers or () if not (isinstance(cls, type) and issubclass(cls, keras.optimizers.Optimizer))]
+    if wrong:
+        raise ConfigError(f"load_model: custom_optimizers has {wrong[0]!r}; classes of optimizers of Keras 3 are needed")
     known = {cls.__name__: cls for cls in custom_optimizers or ()} | (custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=known or None)
     if getattr(model, "optimizer", None) is not None:
