@@ -19,7 +19,7 @@ from bpsx.core.device cimport Device
 from bpsx.core.gpu cimport forget_gpu, prepare_gpu
 from bpsx.core.greeting cimport ask_lanes, silent_lanes
 from bpsx.core.machine cimport Machine as CMachine
-from bpsx.core.loop cimport background, codec_thread, give_back_coded, kick, submit, tell_news, wait_for
+from bpsx.core.loop cimport background, codec_thread, end_all, give_back_coded, kick, submit, tell_news, wait_for
 from bpsx.core.parts cimport queue_kernels
 from bpsx.core.partition cimport Lane, Partition, Server, Task, Tell
 from bpsx.core.places cimport free_places
@@ -428,6 +428,7 @@ cdef class Core:
             while self.c.driving:
                 wait_until(&self.c.monitor, now_ns() + 1_000_000)
             unlock(&self.c.monitor)
+            end_all(&self.c)
         if self.c.coders != NULL:
             pool_stop(self.c.coders)
             self.coder.join()

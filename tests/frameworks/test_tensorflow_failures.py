@@ -177,3 +177,90 @@ def test_a_function_goes_on_in_a_job_of_another_size():
             assert worker.wait() == 0, worker.text()
             assert worker.reports()[-1] == [2.0, 2.0, [-7.0, -7.0], 1]
             assert rank == 2 or worker.reports()[0] == [1.5, 1.5]
+
+
+_INTERRUPTED = _START + """
+    import signal, threading
+    import numpy as np
+    from bpsx.tensorflow import library
+
+    given, names = [tf.fill([64], 5.0) for _ in range(100)], [f"n{i}" for i in range(100)]
+    stop, found = threading.Event(), {"well": 0, "interrupted": 0, "wrong": 0}
+
+    def interrupt():
+        while not stop.wait(0.003):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def raised(*_):
+        global armed
+        if armed:
+            armed = False       # not again where it is caught
+            raise KeyboardInterrupt
+
+    def call():
+        global armed
+        try:
+            armed = True
+            got = library.push_pull(given, -1.0, names, [0] * 100, False)
+            armed = False
+            found["well" if all((g.numpy() == 5.0).all() for g in got) else "wrong"] += 1
+        except KeyboardInterrupt:
+            found["interrupted"] += 1
+
+    armed = False
+    signal.signal(signal.SIGINT, raised)
+    call()
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    while found["interrupted"] < 100 or found["well"] < 100:
+        call()
+    stop.set()
+    thread.join()
+    report(found)
+"""
+
+
+def test_an_interrupted_call_never_ends_well_with_something_else():
+    with Job(_INTERRUPTED, workers=1, servers=0, alone=True, env=QUIET) as job:
+        (found,), = job.results()
+        assert found["wrong"] == 0
+
+
+_FORKED = _START + """
+    import threading, warnings
+    warnings.simplefilter("ignore")         # Python's own, that this process has threads
+    stop = threading.Event()
+
+    def calls(i):
+        while not stop.is_set():
+            bps.push_pull(tf.ones(3), name=f"of thread {i}")
+
+    bps.push_pull(tf.ones(3), name="first")
+    threads = [threading.Thread(target=calls, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    told = []
+    for _ in range(20):
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                bps.push_pull(tf.ones(3), name="child's")
+                os.write(write, b"went well")
+            except BaseException as e:
+                os.write(write, getattr(e, "message", str(e)).encode())
+            os._exit(0)
+        os.close(write)
+        told.append(os.read(read, 4096).decode())
+        os.close(read)
+        os.waitpid(child, 0)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    report(sorted(set("call init() in the child" in text for text in told)))
+"""
+
+
+def test_a_forked_child_is_told_whatever_its_parent_was_doing():
+    with Job(_FORKED, workers=1, servers=0, alone=True, env=QUIET) as job:
+        assert job.results() == [[[True]]]

@@ -10,7 +10,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 from tensorflow_job import QUIET
+
+from bpsx.tensorflow import library
 
 #: In front of libc's: finds everything but the function that is named in HIDDEN.
 _HIDES = """
@@ -82,3 +85,18 @@ def test_a_function_that_is_missing_is_named(hides: Path, function: str) -> None
 def test_without_xlas_foreign_functions_all_but_compiled_code_works(hides: Path) -> None:
     assert run(hides, "_ZN3xla3ffi12GetXlaFfiApiEv", _COMPILES) == [
         "3.0", f"jit_compile=True: the XLA of TensorFlow {version('tensorflow-cpu')} cannot call bpsx: leave jit_compile out"]
+
+
+def test_other_callbacks_are_noticed_in_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = tmp_path / "tensorflow" / "core" / "framework" / "op_kernel.h"
+    monkeypatch.setattr(tf.sysconfig, "get_include", lambda: str(tmp_path))
+    library.check_header()          # there is none
+    header.parent.mkdir(parents=True)
+    for text, known in (("  typedef std::function<void()> DoneCallback;", True), ("using DoneCallback = std::function<void()>;", True),
+                        ("  using DoneCallback = absl::AnyInvocable<void() &&>;", False)):
+        header.write_text(text)
+        if known:
+            library.check_header()
+        else:
+            with pytest.raises(ImportError, match="DoneCallback that is a std::function"):
+                library.check_header()

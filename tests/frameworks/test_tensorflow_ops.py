@@ -258,6 +258,10 @@ def job_refused() -> Any:
         lambda: bps.DistributedGradientTape(tf.GradientTape(), compression_params={"compressor": "zip"}),
     ]
     told = [error_of(call) for call in calls]
+    raw = [lambda: library.broadcast([tf.ones(2)], ["raw"], -1),
+           lambda: library.push_pull([tf.ones(2)], tf.constant([], tf.float64), ["raw"], [0], False),
+           lambda: library.push_pull([tf.ones(2)], -1.0, ["raw", "two"], [0, 0], False)]
+    told += [error_of(call) for call in raw]
     different = tf.function(lambda: bps.push_pull(tf.zeros(3 + rank), name="different"))
     told += [error_of(lambda: bps.push_pull(tf.zeros(3 + rank), name="shape")), error_of(different)]
     return told, float(bps.push_pull(1.0, op=bps.Sum, name="after"))
@@ -409,6 +413,7 @@ def test_refused(job):
             "scope=3: a string is needed", "scope=None: a string", "is a ResourceVariable; a list of variables is needed", "is a object; a list",
             "list is not what a tensor can be made of", "root_rank='a': allowed are 0 to 1", "sparse_as_dense must be True or False, not 'no'",
             "compression_params is a str", "compression_params of 'all': compressor='zip'",
+            "root_rank has to be", "learning rate has to be one number", "as many names as tensors",
         ]
         for text, part in zip(told, expected, strict=False):
             assert part in text

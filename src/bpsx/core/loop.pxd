@@ -155,6 +155,15 @@ cdef inline int take_news(Core *c) noexcept nogil:
     return 1
 
 
+cdef inline void end_all(Core *c) noexcept nogil:
+    """The core has failed, and no driver will come any more: end what none has seen."""
+    c.gpu.entered = -1
+    atomic_store(&c.news, 1)
+    take_news(c)
+    if c.gpu.entered >= 0:
+        c.device.leave(c.device.self, c.gpu.entered)
+
+
 cdef inline void tell_neighbours(Core *c) noexcept nogil:
     """Ring their bells. What they have no room for is work under way: somebody has to drive until they have been told."""
     cdef bint unsent = ring_bells(c.machine)

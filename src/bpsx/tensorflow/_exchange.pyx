@@ -1,40 +1,28 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 """Calls of TensorFlow's and XLA's, to the core and back."""
-from cpython.exc cimport PyErr_SetInterrupt
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int64_t, uint32_t, uintptr_t
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from bpsx._adapter cimport Handle, Tell
-from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_init, unlock
+from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_init, notify_all, now_ns, unlock, wait_until
 from bpsx.tensorflow.c_api cimport ABORTED, DEADLINE_EXCEEDED, FAILED_PRECONDITION, INTERNAL, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
-from bpsx.tensorflow.calls cimport Call, Calls, Kernel, Part, enqueue, free_call, free_kernel, part_over, put_over, take_calls
+from bpsx.tensorflow.calls cimport (
+    TOLD, Call, Calls, Kernel, Part, enqueue, free_call, free_kernel, mark_failed, part_over, put_failed, put_over, wait_for_calls,
+)
 
+import _thread
 import atexit
 import json
+import logging
+import os
 
 import numpy as np
 
 from bpsx import _adapter, errors
 from bpsx._adapter import TensorView
 
-cdef extern from *:
-    """
-    /* What Python keeps of a thread costs a mapping of memory to make: TensorFlow's threads, which stay, are known to it from their first call on. */
-    static void bpsx_attach(void) {
-        static __thread int attached;
-        if (attached) return;
-        attached = 1;
-        if (PyGILState_GetThisThreadState() == NULL) {
-            (void)PyGILState_Ensure();
-            (void)PyEval_SaveThread();
-        }
-    }
-    """
-    void attach "bpsx_attach"() noexcept nogil
-
 cdef Calls calls
-cdef int64_t ended              # Python ends: nobody may ask for the GIL any more
 
 if monitor_init(&calls.monitor) != 0:
     raise MemoryError("cannot create a mutex")
@@ -53,7 +41,7 @@ cdef list CODES = [
 
 
 cdef bint python_ends() noexcept nogil:
-    return atomic_load(&ended)
+    return atomic_load(&calls.ended)
 
 
 cdef void submit(Call *call) noexcept nogil:
@@ -61,8 +49,13 @@ cdef void submit(Call *call) noexcept nogil:
     cdef uint32_t i
     for i in range(call.n):
         call.parts[i].tell.run = told
-    if enqueue(&calls, call):
-        drain()
+    if call.n == 0:             # how loading finds out whether calls work
+        call.caller.settle(call)
+        return
+    if not calls.served:
+        serve()
+    if not enqueue(&calls, call):
+        give_up(call)
 
 
 cdef void end_call(Call *call) noexcept nogil:
@@ -81,21 +74,47 @@ cdef void forget_kernel(Kernel *kernel) noexcept nogil:
     unlock(&calls.monitor)
 
 
-cdef void drain() noexcept nogil:
-    """Begin what waits. One thread does it for all: the others would queue for the GIL."""
-    cdef Call *call
+# ---- the thread that begins calls. Callers' own threads would do it at less cost, but Python's main thread, which eager code calls on, runs signal
+# handlers whenever it runs Python: their exceptions would end in the midst of this, and what they call would wait for this.
+
+cdef void serve() noexcept with gil:
+    """Start it, once in a process."""
+    cdef bint ours
+    lock(&calls.monitor)
+    ours, calls.served = not calls.served, True
+    unlock(&calls.monitor)
+    if not ours:
+        return
+    try:
+        _thread.start_new_thread(_serve, ())
+    except BaseException as e:
+        lock(&calls.monitor)
+        calls.served = False
+        unlock(&calls.monitor)
+        logging.getLogger("bpsx.tensorflow").error("no thread can be started that begins calls, which wait until one can: %s", e)
+
+
+def _serve() -> None:
+    cdef Call *first = NULL
+    cdef Call *failed = NULL
     cdef Call *following
-    attach()
-    with gil:
+    cdef bint go_on = True
+    while go_on:
+        with nogil:
+            go_on = wait_for_calls(&calls, &first, &failed)
         bury()
-        while True:
-            call = take_calls(&calls)
-            if call == NULL:
-                return
-            while call != NULL:
-                following = call.next
-                begin(call)
-                call = following
+        while failed != NULL:
+            following = failed.next
+            tell_failed(failed)
+            failed = following
+        while first != NULL:
+            following = first.next
+            begin(first)
+            first = following
+    lock(&calls.monitor)
+    calls.served = False
+    notify_all(&calls.monitor)
+    unlock(&calls.monitor)
 
 
 cdef void bury() noexcept:
@@ -162,7 +181,7 @@ cdef void begin(Call *call) noexcept:
     cdef Plan plan
     try:
         plan = plan_of(call)
-        session = _adapter.session() if call.n else None        # an empty call is how loading finds out whether calls work
+        session = _adapter.session()
         for i in range(call.n):
             handle = begin_part(session, plan, i, &call.parts[i])
             Py_INCREF(handle)
@@ -171,6 +190,7 @@ cdef void begin(Call *call) noexcept:
             handle.tell_at_end(&call.parts[i].tell)
     except BaseException as e:
         fail(call, e)
+        mark_failed(&calls, call, TOLD)
     with nogil:
         for i in range(call.n + 1 - begun):         # those that have not begun, and us
             over(call)
@@ -211,8 +231,7 @@ cdef void told(Tell *tell, int64_t status) noexcept nogil:
     """A part has ended."""
     cdef Part *part = <Part *>tell
     if status < 0:
-        with gil:
-            fail_part(part)
+        mark_failed(&calls, part.call, part - part.call.parts + 1)
     over(part.call)
 
 
@@ -220,36 +239,65 @@ cdef void over(Call *call) noexcept nogil:
     """One less under way."""
     if not part_over(call):
         return
-    if call.failed and call.caller.keep != NULL:
-        with gil:
-            call.caller.keep(call)
+    if call.failed == 0:
+        call.caller.settle(call)
+    elif not put_failed(&calls, call):
+        give_up(call)
+
+
+cdef void give_up(Call *call) noexcept nogil:
+    """Nobody has the GIL any more. What the transport may still read stays where it is, and who else waits is told what there is to tell."""
+    if call.failed != TOLD:
+        call.caller.fail(call, ABORTED, b"bpsx: Python is ending, and with it all exchange")
+    if call.failed:
+        call.caller.leave(call)
     call.caller.settle(call)
 
 
-cdef void fail_part(Part *part) noexcept:
-    try:
-        error = (<Handle>part.handle).error()
-    except BaseException as e:
-        error = e
-    fail(part.call, error)
+cdef void tell_failed(Call *call) noexcept:
+    """The first error is what TensorFlow is told."""
+    if call.failed != TOLD:
+        try:
+            error = (<Handle>call.parts[call.failed - 1].handle).error()
+        except BaseException as e:
+            error = e
+        fail(call, error)
+    call.caller.keep(call)
+    with nogil:
+        call.caller.settle(call)
 
 
 cdef void fail(Call *call, error) noexcept:
-    """The first error is what TensorFlow is told."""
-    if call.failed:
-        return
-    call.failed = True
-    code = INTERNAL
-    for kind, found in CODES:
-        if isinstance(error, kind):
-            code = found
-            break
-    if isinstance(error, KeyboardInterrupt):        # the caller's thread shall have it as well
-        PyErr_SetInterrupt()
-    text = f"{type(error).__name__}: {error}".encode(errors="replace")
+    """Tell its caller, whatever that is."""
+    code, text = INTERNAL, b"bpsx: an exception that cannot be told"
+    try:
+        for kind, found in CODES:
+            if isinstance(error, kind):
+                code = found
+                break
+        text = f"{type(error).__name__}: {error}".encode(errors="replace")
+    except BaseException:       # of an exception's own text
+        pass
     call.caller.fail(call, code, text)
 
 
 @atexit.register
 def _end() -> None:
-    atomic_store(&ended, 1)
+    """From now on nobody may ask for the GIL. What waits is told so first; at most a second."""
+    cdef int64_t end = now_ns() + 1_000_000_000
+    with nogil:
+        lock(&calls.monitor)
+        atomic_store(&calls.ended, 1)
+        notify_all(&calls.monitor)
+        while calls.served and now_ns() < end:
+            wait_until(&calls.monitor, end)
+        unlock(&calls.monitor)
+
+
+def _forked() -> None:
+    """A child has no thread that begins calls, and calls that its parent waits for are the parent's."""
+    memset(&calls, 0, sizeof(calls))
+    monitor_init(&calls.monitor)
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -34,7 +34,7 @@ cdef public void bpsx_tensorflow_register() noexcept nogil:
     missing = find_all(&api)
     if missing != NULL:
         return
-    of_operation.fail, of_operation.settle, of_operation.keep = fail, settle, keep_tensors
+    of_operation.fail, of_operation.settle, of_operation.keep, of_operation.leave = fail, settle, keep_tensors, leave_tensors
     cdef void *op = api.new_op(b"BpsxPushPull")
     api.add_input(op, b"tensors: T")
     api.add_input(op, b"rate: double")
@@ -132,6 +132,8 @@ cdef void read_attributes(void *making, Kernel *kernel, void *status) noexcept n
         return
     if kernel.broadcasts:
         api.attr_int(making, b"root_rank", &kernel.root, status)
+        if api.code(status) == OK and kernel.root < 0:
+            api.set_status(status, INVALID_ARGUMENT, b"bpsx: root_rank has to be the rank of a worker")
         return
     api.attr_size(making, b"priorities", &n, &total, status)
     if api.code(status) == OK and <uint32_t>n != kernel.n:
@@ -191,7 +193,10 @@ cdef void take_tensors(Call *call, void *status) noexcept nogil:
     if api.code(status) == OK and not call.kernel.broadcasts:
         api.get_input(call.context, <int>call.kernel.n, &rate, status)
         if api.code(status) == OK:
-            call.rate = (<double *>api.data(rate))[0]
+            if api.n_bytes(rate) == sizeof(double):
+                call.rate = (<double *>api.data(rate))[0]
+            else:
+                api.set_status(status, INVALID_ARGUMENT, b"bpsx: the learning rate has to be one number")
             api.delete_tensor(rate)
 
 
@@ -259,13 +264,21 @@ cdef void keep_tensors(Call *call) noexcept:
     """Have handles keep their tensors, which the transport may still read, for as long as it does."""
     cdef uint32_t i
     cdef Kept given, made
+    cdef Handle handle
     for i in range(call.n):
         if call.parts[i].handle == NULL:
             continue
         given, made = Kept.__new__(Kept), Kept.__new__(Kept)
         given.tensor, made.tensor = call.parts[i].given, call.parts[i].made
         call.parts[i].given = call.parts[i].made = NULL
-        (<Handle>call.parts[i].handle).owner = given, made
+        handle = <Handle>call.parts[i].handle
+        handle.owner = handle.owner, given, made
+
+
+cdef void leave_tensors(Call *call) noexcept nogil:
+    cdef uint32_t i
+    for i in range(call.n):
+        call.parts[i].given = call.parts[i].made = NULL
 
 
 # ---- what Python sees

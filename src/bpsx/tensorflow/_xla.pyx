@@ -6,21 +6,24 @@ from libc.string cimport memset, strlen
 from bpsx.tensorflow._exchange cimport end_call, python_ends, submit
 from bpsx.tensorflow.c_api cimport ABORTED, INTERNAL, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
 from bpsx.tensorflow.calls cimport Call, Caller, Part, free_call, new_call
-from bpsx.tensorflow.xla cimport EXECUTE, Buffer, Ffi, Frame, Registration, asks_for_metadata, complete, error_of, find_ffi, future_of
+from bpsx.tensorflow.xla cimport EXECUTE, Buffer, Ffi, Frame, Registration, asks_for_metadata, complete, error_of, find_ffi, future_of, is_understood
 
 cdef Ffi *ffi
 cdef Caller of_xla
-of_xla.fail, of_xla.settle, of_xla.numbering, of_xla.goes_first = fail, settle, 1, True
+of_xla.fail, of_xla.settle, of_xla.keep, of_xla.leave, of_xla.numbering, of_xla.goes_first = fail, settle, keep, leave, 1, True
 
 
 cdef void *exchange(Frame *frame) noexcept nogil:
     """Arguments: tensors, a learning rate (float64), what has to come before; results: as many tensors, and something that comes after."""
     cdef Call *call
-    cdef int64_t i, n = frame.results.n - 1
+    cdef int64_t i, n
     if asks_for_metadata(frame) or frame.stage != EXECUTE:
         return NULL
     if python_ends():
         return error_of(ffi, ABORTED, b"bpsx: Python is ending, and with it all exchange")
+    if not is_understood(frame):
+        return error_of(ffi, INTERNAL, b"bpsx: the XLA of this TensorFlow describes calls otherwise than the one that bpsx knows")
+    n = frame.results.n - 1
     if frame.arguments.n != n + 2 or frame.attributes.n != 1:
         return error_of(ffi, INVALID_ARGUMENT, b"bpsx: a call of bpsx_exchange that bpsx has not made")
     call = new_call(<uint32_t>n, &of_xla, NULL)
@@ -61,6 +64,14 @@ cdef void take_buffers(Part *part, Buffer *source, Buffer *target) noexcept nogi
 
 cdef void fail(Call *call, int code, const char *text) noexcept nogil:
     call.error = error_of(ffi, code, text)
+
+
+cdef void keep(Call *call) noexcept:
+    """What has been pushed is a copy."""
+
+
+cdef void leave(Call *call) noexcept nogil:
+    pass
 
 
 cdef void settle(Call *call) noexcept nogil:

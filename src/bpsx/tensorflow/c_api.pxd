@@ -1,7 +1,7 @@
 # TensorFlow's C API, found in the library that is loaded: there is no TensorFlow where bpsx is built. c/kernels.h, c/ops.h, c/tf_tensor.h and
 # c/tf_status.h of TensorFlow say what each function does; its objects are `void *` here.
 from libc.stdint cimport int32_t, int64_t, uint8_t
-from libc.string cimport memcpy, memset, strstr
+from libc.string cimport memcpy, memset, strrchr, strstr
 
 cdef extern from "<dlfcn.h>" nogil:
     ctypedef struct Dl_info:
@@ -135,7 +135,11 @@ cdef enum:
 cdef inline bint is_of_tensorflow(const void *address) noexcept nogil:
     """Whether it lies in one of its libraries."""
     cdef Dl_info found
-    return dladdr(address, &found) != 0 and found.dli_fname != NULL and strstr(found.dli_fname, b"tensorflow") != NULL
+    cdef const char *file
+    if dladdr(address, &found) == 0 or found.dli_fname == NULL:
+        return False
+    file = strrchr(found.dli_fname, b'/')
+    return strstr(found.dli_fname if file == NULL else file, b"tensorflow") != NULL
 
 
 cdef inline bint is_known(const Done *done, void **known) noexcept nogil:

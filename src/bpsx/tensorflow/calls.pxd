@@ -3,11 +3,12 @@ from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport calloc, free
 
 from bpsx._adapter cimport Tell
-from bpsx.core.sync cimport Monitor, atomic_add, lock, unlock
+from bpsx.core.sync cimport Monitor, atomic_add, lock, notify_all, unlock, wait
 from bpsx.tensorflow.c_api cimport Api, Done
 
 cdef enum:
     FEW_DIMS = 6
+    TOLD = -1
 
 cdef struct Kernel:             # an op as it stands in a graph, or as eager calls with these attributes share it
     uint32_t n                  # tensors
@@ -39,8 +40,9 @@ cdef struct Part:
 cdef struct Caller:
     void (*fail)(Call *call, int code, const char *text) noexcept nogil    # before `settle`
     void (*settle)(Call *call) noexcept nogil       # it is over: tensors and plan are the caller's again, who ends the call
-    void (*keep)(Call *call) noexcept               # with the GIL: it has failed; handles shall keep what the transport may still read. Or NULL,
-    bint goes_first                                 # ... since what is pushed has to be a copy
+    void (*keep)(Call *call) noexcept               # with the GIL: it has failed; handles shall keep what the transport may still read
+    void (*leave)(Call *call) noexcept nogil        # the same when Python ends: for ever
+    bint goes_first                                 # nothing to keep: what is pushed has to be a copy
     int numbering               # of element types: 0 TensorFlow's, 1 XLA's
 
 cdef struct Call:
@@ -53,7 +55,7 @@ cdef struct Call:
     size_t plan_bytes
     double rate
     int64_t left                # parts under way, and one for who begins them
-    int64_t failed
+    int64_t failed              # TOLD: its caller knows; else the part that has failed, counted from 1; 0: none
     uint32_t n                  # parts
     Part *parts
     Call *next
@@ -62,7 +64,10 @@ cdef struct Calls:
     Monitor monitor             # guards all of this
     Call *first                 # to be begun, the oldest first
     Call *last
-    bint draining               # a thread with the GIL is at it
+    Call *failed                # to be told so, in words
+    bint idle                   # who begins them sleeps
+    int64_t ended               # Python ends, and nobody begins them
+    bint served                 # somebody does
     Call *over                  # of which only the handles are left
     Kernel *forgotten
 
@@ -115,29 +120,57 @@ cdef inline void free_kernel(Kernel *kernel) noexcept nogil:
 
 
 cdef inline bint enqueue(Calls *calls, Call *call) noexcept nogil:
-    """Let it be begun. Whether the caller has to see to that: nobody is at it."""
-    cdef bint ours
+    """Let it be begun. False if Python ends, and it will not be."""
+    cdef bint taken
     lock(&calls.monitor)
-    if calls.last != NULL:
-        calls.last.next = call
-    else:
-        calls.first = call
-    calls.last = call
-    ours = not calls.draining
-    calls.draining = True
+    taken = not calls.ended
+    if taken:
+        if calls.last != NULL:
+            calls.last.next = call
+        else:
+            calls.first = call
+        calls.last = call
+        if calls.idle:
+            notify_all(&calls.monitor)
     unlock(&calls.monitor)
-    return ours
+    return taken
 
 
-cdef inline Call *take_calls(Calls *calls) noexcept nogil:
-    """All that wait to be begun; NULL: there are none, and the caller is no longer who sees to them."""
-    cdef Call *first
+cdef inline void mark_failed(Calls *calls, Call *call, int64_t part) noexcept nogil:
+    """``part`` as Call.failed has it. The first counts."""
     lock(&calls.monitor)
-    first = calls.first
-    calls.first = calls.last = NULL
-    calls.draining = first != NULL
+    if call.failed == 0:
+        call.failed = part
     unlock(&calls.monitor)
-    return first
+
+
+cdef inline bint put_failed(Calls *calls, Call *call) noexcept nogil:
+    """Let its caller be told. False if Python ends, and nobody has words for it."""
+    cdef bint taken
+    lock(&calls.monitor)
+    taken = not calls.ended
+    if taken:
+        call.next = calls.failed
+        calls.failed = call
+        if calls.idle:
+            notify_all(&calls.monitor)
+    unlock(&calls.monitor)
+    return taken
+
+
+cdef inline bint wait_for_calls(Calls *calls, Call **first, Call **failed) noexcept nogil:
+    """Sleep until there are calls to be begun, or some that have failed, and take them. False when Python ends."""
+    cdef bint go_on
+    lock(&calls.monitor)
+    while calls.first == NULL and calls.failed == NULL and not calls.ended:
+        calls.idle = True
+        wait(&calls.monitor)
+        calls.idle = False
+    first[0], failed[0] = calls.first, calls.failed
+    calls.first = calls.last = calls.failed = NULL
+    go_on = not calls.ended
+    unlock(&calls.monitor)
+    return go_on
 
 
 cdef inline void put_over(Calls *calls, Call *call) noexcept nogil:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +32,19 @@ def _load() -> ModuleType:
     return made
 
 
+def check_header() -> None:
+    """Raise :class:`ImportError` if TensorFlow's own header says that callbacks are something else than ``_ops.pyx`` takes them for. A TensorFlow
+    without headers is believed."""
+    header = Path(tf.sysconfig.get_include(), "tensorflow", "core", "framework", "op_kernel.h")
+    try:
+        text = header.read_text(errors="replace")
+    except OSError:
+        return
+    if not re.search(r"(typedef\s+std::function<void\(\)>\s+DoneCallback|using\s+DoneCallback\s*=\s*std::function<void\(\)>)\s*;", text):
+        raise ImportError(f"bpsx.tensorflow cannot work with TensorFlow {tf.__version__}: its operations tell that they are done in another way "
+                          f"({header} has no DoneCallback that is a std::function<void()>): use a release that bpsx names in its documentation")
+
+
 def check_callbacks() -> None:
     """Execute an empty push_pull, in a session of its own: an eager one would settle the program's devices before it has said which it wants.
 
@@ -45,6 +60,7 @@ def check_callbacks() -> None:
 
 _library = _load()
 keep_turns(PUSH_PULL, BROADCAST)
+check_header()
 check_callbacks()
 
 

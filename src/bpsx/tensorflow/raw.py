@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,13 @@ from bpsx.tensorflow.tracing import gradient_of
 from bpsx.tensorflow.turns import in_graph
 
 
+@functools.cache
+def _no_rate() -> tf.Tensor:
+    """Made once: TensorFlow's way to make a tensor of a number ends a process if Python ends meanwhile."""
+    with tf.device("CPU:0"):
+        return tf.constant(-1.0, tf.float64)
+
+
 def sums(tensors: Sequence[tf.Tensor], names: Sequence[str], *, average: bool, priorities: Sequence[int] | None = None,
          rate: Any = None, final: bool = False) -> list[tf.Tensor]:
     """The sums or averages of checked tensors: one operation for all in eager code, where a call blocks; one for each in a graph, where each leaves
@@ -22,7 +30,7 @@ def sums(tensors: Sequence[tf.Tensor], names: Sequence[str], *, average: bool, p
     if xla.is_compiled():
         return _compiled(tensors, lambda given: xla.call(given, known, urgent, rate, average, -1),
                          lambda gradients: _sums_of_gradients(gradients, known, average, urgent))
-    rate = -1.0 if rate is None else tf.cast(rate, tf.float64)
+    rate = tf.cast(rate, tf.float64) if rate is not None else _no_rate() if tf.executing_eagerly() else -1.0
 
     def of(part: slice) -> list[tf.Tensor]:
         return library.push_pull(list(tensors[part]), rate, known[part], urgent[part], average)
