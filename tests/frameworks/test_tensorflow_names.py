@@ -188,6 +188,9 @@ def job_partly() -> Any:
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(tf.gather(mixed, [2]))
     found["mixed again"] = tf.convert_to_tensor(bps.DistributedGradientTape(tape).gradient(loss, mixed)).numpy().ravel().tolist()
+    with tf.GradientTape() as tape:         # dense on one worker, where gradients have been sparse so far
+        loss = tf.reduce_sum(tf.gather(table, [1, 1])) if bps.rank() == 0 else tf.reduce_sum(table)
+    found["dense later"] = tf.convert_to_tensor(bps.DistributedGradientTape(tape).gradient(loss, table)).numpy().tolist()
     a, b = tf.Variable(0.0, name="acc a"), tf.Variable(0.0, name="acc b")
     by_name = {"acc a": {"compressor": "topk", "k": 1}, "acc b": {"compressor": "topk", "k": 1}}
     optimizer = bpk.DistributedOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), compression_params={
@@ -340,6 +343,7 @@ def test_gradients_that_only_one_worker_has(job: Finished) -> None:
         for step in range(3):
             assert found[f"rows {step}"] == ("IndexedSlices", [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]], [1.0], None)
         assert found["mixed"] == [0.5, 0.5, 1.0] and found["mixed again"] == [0.0, 0.0, 1.0]
+        assert found["dense later"] == [[0.5, 0.5], [1.5, 1.5], [0.5, 0.5], [0.5, 0.5]]
         assert found["accumulated"] == (-2.0, -3.0)
 
 

@@ -141,9 +141,7 @@ class Exchange:
         as_dense = self._as_dense or xla.is_compiled()      # which has to know shapes
         eager = tf.executing_eagerly()
         sparse = _all_sparse(found, wires) if eager and not as_dense else [isinstance(g, tf.IndexedSlices) and not as_dense for g in found]
-        for i, gradient in enumerate(found):
-            if isinstance(gradient, tf.IndexedSlices) and not sparse[i]:
-                found[i] = tf.convert_to_tensor(gradient)
+        found = [g if g is None else _slices(g) if s else tf.convert_to_tensor(g) for g, s in zip(found, sparse, strict=True)]
         used = [g is not None for g in found]
         if eager:
             found = [_in_place_of(i, g, sources[i], sparse[i], instead or {}) for i, g in enumerate(found)]
@@ -157,7 +155,7 @@ class Exchange:
                 found[i] = None
             elif sparse[i]:
                 self._check_sparse(names[i])
-                found[i] = sum_of_slices(_slices(gradient), wires[i], self._average, self._compression)
+                found[i] = sum_of_slices(gradient, wires[i], self._average, self._compression)
         return found
 
     def _exchange_dense(self, found: list[Any], dense: list[int], wires: Sequence[str], used: list[bool] | None, rate: Any) -> list[Any]:
