@@ -189,13 +189,16 @@ def _serve(ours: socket.socket) -> dict[str, Any] | None:
         os.set_blocking(fd, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(told)
+    waiting = select.poll()         # a long run of tests may have opened more files than select() knows
+    for fd in (ours.fileno(), news):
+        waiting.register(fd, select.POLLIN)
     while True:
-        ready, _, _ = select.select([ours, news], [], [])
+        ready = [fd for fd, _ in waiting.poll()]
         if news in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(news, 4096)
             _bury(ours)
-        if ours not in ready:
+        if ours.fileno() not in ready:
             continue
         message, fds, _, _ = socket.recv_fds(ours, _ROOM, 3)
         if not message:
