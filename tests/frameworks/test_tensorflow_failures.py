@@ -227,20 +227,11 @@ def test_an_interrupted_call_never_ends_well_with_something_else():
 
 
 _FORKED = _START + """
-    import threading, warnings
+    import warnings
     warnings.simplefilter("ignore")         # Python's own, that this process has threads
-    stop = threading.Event()
-
-    def calls(i):
-        while not stop.is_set():
-            bps.push_pull(tf.ones(3), name=f"of thread {i}")
-
-    bps.push_pull(tf.ones(3), name="first")
-    threads = [threading.Thread(target=calls, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
     told = []
-    for _ in range(20):
+    for i in range(5):
+        bps.push_pull(tf.ones(3), name="parent's")      # nobody executes anything at the fork: TensorFlow does not survive that
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
@@ -254,13 +245,11 @@ _FORKED = _START + """
         told.append(os.read(read, 4096).decode())
         os.close(read)
         os.waitpid(child, 0)
-    stop.set()
-    for thread in threads:
-        thread.join()
-    report(sorted(set("call init() in the child" in text for text in told)))
+    report(["call init() in the child" in text for text in told])
 """
 
 
-def test_a_forked_child_is_told_whatever_its_parent_was_doing():
+def test_a_forked_child_is_told():
+    """The thread that begins calls is the parent's."""
     with Job(_FORKED, workers=1, servers=0, alone=True, env=QUIET) as job:
-        assert job.results() == [[[True]]]
+        assert job.results() == [[[True] * 5]]
