@@ -8,11 +8,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow_job import Finished, each, run_job
+from tensorflow_job import QUIET, Finished, each, run_job
 from tensorflow_models import data, mlp
 
 import bpsx.tensorflow as bps
 from bpsx.errors import ConfigError
+from jobs import Job
 
 WORKERS = 2
 v1 = tf.compat.v1
@@ -202,3 +203,37 @@ def test_asynchronous_training(tmp_path):
         assert found["v1"] == found["v1 eager"] == [-10.0]
         tape, *compressed = found["refused"]
         assert "use DistributedOptimizer" in tape and len(compressed) == 2 and all("leave compression" in text for text in compressed)
+
+
+_WITHOUT_EAGER = """
+    import numpy as np
+    import tensorflow as tf
+    import bpsx.tensorflow as bps
+
+    v1 = tf.compat.v1
+    v1.disable_eager_execution()        # for the whole process, as scripts of TensorFlow 1 do: nobody names a graph
+    bps.init()
+    batches = np.random.default_rng(0).normal(size=(6, 2, 4, 10)).astype(np.float32)
+
+    def train(optimizer, fed):
+        v1.reset_default_graph()
+        x = v1.placeholder(tf.float32, (None, 10))
+        w = v1.get_variable("w", initializer=np.ones((10, 1), np.float32))
+        step = optimizer().minimize(tf.reduce_mean((x @ w - 1) ** 2))
+        with v1.Session() as session:
+            session.run(v1.global_variables_initializer())
+            for batch in fed:
+                session.run(step, {x: batch.reshape(-1, 10)})
+            return session.run(w)
+
+    kinds = {"momentum": lambda rate: v1.train.MomentumOptimizer(rate, 0.9), "adam": v1.train.AdamOptimizer}
+    for name, kind in kinds.items():
+        alone = train(lambda: kind(0.02 if name == "momentum" else 0.01), batches.reshape(3, -1, 10))       # Adam divides a factor away
+        ours = train(lambda: bps.DistributedOptimizer(kind(0.01), backward_passes_per_step=2), batches[:, bps.rank()])
+        report([name, bool(np.allclose(alone, ours, rtol=1e-5, atol=1e-6)), float(np.abs(ours - 1).max()) > 0.001])
+"""
+
+
+def test_passes_of_optimizers_with_slots_where_eager_execution_is_off_for_good():
+    with Job(_WITHOUT_EAGER, 2, 1, env=QUIET) as job:
+        assert job.results() == [[["momentum", True, True], ["adam", True, True]]] * 2

@@ -105,7 +105,11 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
             with tf.control_dependencies([c for c in cleared if c is not None]):
                 return tf.constant(True)
 
-        return tf.cond(last, finish, lambda: tf.constant(False))
+        if tf.executing_eagerly():
+            return tf.cond(last, finish, lambda: tf.constant(False))
+        # Said aloud, or with disable_eager_execution() TensorFlow does not see the graph from within a branch, and makes slots eagerly.
+        with tf.compat.v1.get_default_graph().as_default():
+            return tf.cond(last, finish, lambda: tf.constant(False))
 
     def get_slot(self, *args: Any, **kwargs: Any) -> Any:
         """The optimizer's own."""
