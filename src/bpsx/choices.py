@@ -22,9 +22,7 @@ def choose(given: Params, names: Iterable[str], verb: str, momenta: Mapping[str,
         return {}
     if callable(given):
         said = {name: given(name) for name in known}
-    elif not isinstance(given, Mapping):
-        raise ConfigError(f"{verb}: compression_params is a {type(given).__name__}; a mapping is needed, or a function of a parameter's name")
-    elif any(isinstance(value, Mapping) for value in given.values()):
+    elif _by_name(given, verb):
         strange = [str(name) for name in given if name not in known]
         if strange:
             raise ConfigError(f"{verb}: compression_params names parameters that the optimizer has not: {', '.join(strange[:10])}")
@@ -42,12 +40,16 @@ def check_params(given: Any, verb: str) -> None:
     """Raise :class:`ConfigError` for what cannot be ``compression_params`` of any parameters."""
     if given is None or callable(given):
         return
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{verb}: compression_params is a {type(given).__name__}; a mapping is needed, or a function of a parameter's name")
-    by_name = any(isinstance(value, Mapping) for value in given.values())
-    for name, params in given.items() if by_name else [("all", given)]:
+    for name, params in given.items() if _by_name(given, verb) else [("all", given)]:
         if isinstance(params, Mapping) and _adapter.initialised():      # until then, nobody knows the compressors from outside
             _compression(str(name), params, verb, {str(name): 0.5})       # its own may be taken over
+
+
+def _by_name(given: Any, verb: str) -> bool:
+    """Whether a mapping has parameters' names for keys. Raises :class:`ConfigError` for anything else."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{verb}: compression_params is a {type(given).__name__}; a mapping is needed, or a function of a parameter's name")
+    return any(isinstance(value, Mapping) for value in given.values())
 
 
 def _missing(value: Any) -> bool:

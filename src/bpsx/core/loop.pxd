@@ -111,6 +111,12 @@ cdef inline void enter_gpu(Core *c) noexcept nogil:
         give_up(c, E_DEVICE)
 
 
+cdef inline void leave_gpu(Core *c) noexcept nogil:
+    """If this driver has entered its context."""
+    if c.gpu.entered >= 0:
+        c.device.leave(c.device.self, c.gpu.entered)
+
+
 cdef inline int take_news(Core *c) noexcept nogil:
     """Move what was submitted into the queues, fail what was told to fail."""
     cdef Task *task
@@ -160,8 +166,7 @@ cdef inline void end_all(Core *c) noexcept nogil:
     c.gpu.entered = -1
     atomic_store(&c.news, 1)
     take_news(c)
-    if c.gpu.entered >= 0:
-        c.device.leave(c.device.self, c.gpu.entered)
+    leave_gpu(c)
 
 
 cdef inline void tell_neighbours(Core *c) noexcept nogil:
@@ -207,8 +212,7 @@ cdef inline void drive(Core *c, Task *until, int64_t deadline_ns) noexcept nogil
     c.gpu.entered = -1
     enter_gpu(c)
     run_loop(c, until, deadline_ns)
-    if c.gpu.entered >= 0:
-        c.device.leave(c.device.self, c.gpu.entered)
+    leave_gpu(c)
 
 
 cdef inline void run_loop(Core *c, Task *until, int64_t deadline_ns) noexcept nogil:

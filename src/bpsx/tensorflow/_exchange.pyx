@@ -249,7 +249,7 @@ cdef void give_up(Call *call) noexcept nogil:
     """Nobody has the GIL any more. What the transport may still read stays where it is, and who else waits is told what there is to tell."""
     if call.failed != TOLD:
         call.caller.fail(call, ABORTED, b"bpsx: Python is ending, and with it all exchange")
-    if call.failed:
+    if call.failed and not call.caller.goes_first:
         call.caller.leave(call)
     call.caller.settle(call)
 
@@ -262,7 +262,8 @@ cdef void tell_failed(Call *call) noexcept:
         except BaseException as e:
             error = e
         fail(call, error)
-    call.caller.keep(call)
+    if not call.caller.goes_first:
+        call.caller.keep(call)
     with nogil:
         call.caller.settle(call)
 

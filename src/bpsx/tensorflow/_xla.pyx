@@ -10,7 +10,7 @@ from bpsx.tensorflow.xla cimport EXECUTE, Buffer, Ffi, Frame, Registration, asks
 
 cdef Ffi *ffi
 cdef Caller of_xla
-of_xla.fail, of_xla.settle, of_xla.keep, of_xla.leave, of_xla.numbering, of_xla.goes_first = fail, settle, keep, leave, 1, True
+of_xla.fail, of_xla.settle, of_xla.numbering, of_xla.goes_first = fail, settle, 1, True
 
 
 cdef void *exchange(Frame *frame) noexcept nogil:
@@ -64,14 +64,6 @@ cdef void take_buffers(Part *part, Buffer *source, Buffer *target) noexcept nogi
 
 cdef void fail(Call *call, int code, const char *text) noexcept nogil:
     call.error = error_of(ffi, code, text)
-
-
-cdef void keep(Call *call) noexcept:
-    """What has been pushed is a copy."""
-
-
-cdef void leave(Call *call) noexcept nogil:
-    pass
 
 
 cdef void settle(Call *call) noexcept nogil:

@@ -9,10 +9,18 @@ from typing import Any
 import tensorflow as tf
 
 from bpsx import _adapter
+from bpsx.errors import ConfigError
 from bpsx.tensorflow.names import names_of
 from bpsx.tensorflow.raw import copies, sums
 
 PREFIX = "Async."
+
+
+def refuse_gradients(verb: str) -> None:
+    """Raise :class:`ConfigError` in asynchronous training."""
+    if _adapter.session().config.asynchronous:
+        raise ConfigError(f"{verb}: with BYTEPS_ENABLE_ASYNC=1 servers add up what workers push, which has to be changes of weights: use "
+                          "DistributedOptimizer")
 
 
 class Weights:

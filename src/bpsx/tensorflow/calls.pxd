@@ -42,7 +42,7 @@ cdef struct Caller:
     void (*settle)(Call *call) noexcept nogil       # it is over: tensors and plan are the caller's again, who ends the call
     void (*keep)(Call *call) noexcept               # with the GIL: it has failed; handles shall keep what the transport may still read
     void (*leave)(Call *call) noexcept nogil        # the same when Python ends: for ever
-    bint goes_first                                 # nothing to keep: what is pushed has to be a copy
+    bint goes_first                                 # there are no such two: what is pushed has to be a copy
     int numbering               # of element types: 0 TensorFlow's, 1 XLA's
 
 cdef struct Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import io
 import json
 from collections.abc import Iterable, Mapping
@@ -12,7 +13,7 @@ import tensorflow as tf
 
 from bpsx import _adapter
 from bpsx.errors import ConfigError
-from bpsx.tensorflow.exchange import PREFIX
+from bpsx.tensorflow.exchange import PREFIX, kept_by_place
 from bpsx.tensorflow.names import names_of
 
 _VERSION = 1
@@ -54,7 +55,27 @@ def unpacked(archive: bytes) -> dict[str, Any]:
     return saved
 
 
-class CompressionState(tf.train.experimental.PythonState):  # type: ignore[misc]
+class Archived(tf.train.experimental.PythonState):  # type: ignore[misc]
+    """What TensorFlow's checkpoints have as a text; derived classes know what it is of."""
+
+    def serialize(self) -> bytes:
+        """The state. Raises :class:`~bpsx.errors.NotInitializedError`; :class:`~bpsx.errors.BpsxError` if gradients under way do not end."""
+        return packed(self._save())
+
+    def deserialize(self, string_value: bytes) -> None:
+        """Put back what :meth:`serialize` has given, by another one perhaps. Raises :class:`~bpsx.errors.ConfigError` for anything else."""
+        self._load(unpacked(string_value))
+
+    @abc.abstractmethod
+    def _save(self) -> dict[str, Any]:
+        """The state, by places."""
+
+    @abc.abstractmethod
+    def _load(self, saved: dict[str, Any]) -> None:
+        """Put it back."""
+
+
+class CompressionState(Archived):
     """What compression keeps, on this worker, of the gradients of ``variables``: for ``tf.train.Checkpoint(..., compression=CompressionState(...))``.
 
     Keras's distributed optimizers have it with them: needed for tapes and for optimizers of v1. Each worker has to save and load a state of its own,
@@ -66,17 +87,8 @@ class CompressionState(tf.train.experimental.PythonState):  # type: ignore[misc]
         super().__init__()
         self._variables = list(variables)
 
-    def serialize(self) -> bytes:
-        """The state. Raises :class:`~bpsx.errors.NotInitializedError`; :class:`~bpsx.errors.BpsxError` if gradients under way do not end."""
-        return packed(self._save())
-
-    def deserialize(self, string_value: bytes) -> None:
-        """Put back what :meth:`serialize` has given, by another one perhaps. Raises :class:`~bpsx.errors.ConfigError` for anything else."""
-        self._load(unpacked(string_value))
-
     def _save(self) -> dict[str, Any]:
-        places = {wire: str(i) for i, wire in enumerate(self._wires())}
-        return {places[wire]: state for wire, state in _adapter.session().compressing.save(places).items()}
+        return kept_by_place(self._wires())
 
     def _load(self, saved: dict[str, Any]) -> None:
         compressing = _adapter.session().compressing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -49,7 +49,7 @@ class Exchange:
             raise ConfigError(f"{verb}: compression={compression.__name__} and compression_params: give one of them")
         self._verb, self._average, self._compression, self._params, self._as_dense = verb, average, compression, params, sparse_as_dense
         self._anew = anew
-        self.given = verb, average, compression, params, sparse_as_dense, anew
+        self._given = verb, average, compression, params, sparse_as_dense, anew
         self._rates = False         # whether compression needs the learning rate
         self._choices: dict[str, _adapter.Compression] = {}     # by the names of sources, of those that are compressed
         self._begun: dict[str, None] = {}                       # of which this has taken charge, in the order of sources
@@ -58,7 +58,11 @@ class Exchange:
 
     def alike(self) -> Exchange:
         """Another one, of the same options."""
-        return Exchange(*self.given)
+        return Exchange(*self._given)
+
+    def __reduce__(self) -> Any:
+        """So are copies and what is pickled."""
+        return Exchange, self._given
 
     @property
     def compresses(self) -> bool:
@@ -106,20 +110,22 @@ class Exchange:
     def kept(self) -> dict[str, Any]:
         """What compression keeps of these gradients, see :meth:`bpsx.compressing.Compressing.save`, by their place among the sources: names may be
         others in the process that goes on, as Keras numbers them."""
-        wires = {PREFIX + name: str(i) for i, name in enumerate(self._begun)}
-        return {**self._loaded, **{wires[name]: state for name, state in _adapter.session().compressing.save(wires).items()}}
+        return {**self._loaded, **kept_by_place(self._wires())}
 
     def put_back(self, saved: Mapping[str, Any]) -> None:
         """Go on with what :meth:`kept` has given, now or when they are first exchanged; what is not in it begins anew."""
         self._loaded = dict(saved)
         if _adapter.session() in self._declared:
-            _adapter.session().compressing.forget([PREFIX + name for i, name in enumerate(self._begun) if str(i) not in saved])
+            _adapter.session().compressing.forget([wire for i, wire in enumerate(self._wires()) if str(i) not in saved])
             self._put_back()
 
     def _put_back(self) -> None:
-        ready = {PREFIX + name: self._loaded.pop(str(i)) for i, name in enumerate(self._begun) if str(i) in self._loaded}
+        ready = {wire: self._loaded.pop(str(i)) for i, wire in enumerate(self._wires()) if str(i) in self._loaded}
         if ready:
             _adapter.session().compressing.restore(ready)
+
+    def _wires(self) -> list[str]:
+        return [PREFIX + name for name in self._begun]
 
     def __call__(
         self, gradients: Sequence[Any], sources: Sequence[Any], rate: Any = None, momentum: Momentum | None = None,
@@ -135,8 +141,9 @@ class Exchange:
         names = names_of(sources)
         self.declare(sources if among is None else among, momentum)
         found: list[Any] = list(gradients)
-        wires = in_graph([PREFIX + name for name in names])
-        if wires != [PREFIX + name for name in names]:
+        plain = [PREFIX + name for name in names]
+        wires = in_graph(plain)
+        if wires != plain:
             self._declare_like(names, wires)
         as_dense = self._as_dense or xla.is_compiled()      # which has to know shapes
         eager = tf.executing_eagerly()
@@ -177,6 +184,24 @@ class Exchange:
         if name in self._choices and self._choices[name].momentum:
             raise ConfigError(f"{self._verb}: gradient of {name!r}: it is tf.IndexedSlices, which are not compressed, and compression_params' "
                               "momentum='nesterov' cannot be added to them: give sparse_as_dense=True, or compression_params by variables' names")
+
+
+def kept_by_place(wires: Sequence[str]) -> dict[str, Any]:
+    """What :meth:`bpsx.compressing.Compressing.save` has of each, by its place, as text."""
+    places = {wire: str(i) for i, wire in enumerate(wires)}
+    return {places[wire]: state for wire, state in _adapter.session().compressing.save(wires).items()}
+
+
+def in_last(last: tf.Tensor, exchanged: Callable[[], list[Any]], own: list[Any]) -> list[Any]:
+    """``exchanged()``, if this is the last of several steps, else ``own``. In a graph, where that is known later, None stays None."""
+    if tf.executing_eagerly():
+        return exchanged() if last else own
+    there = [i for i, g in enumerate(own) if g is not None]
+    found = tf.cond(last, lambda: [g for g in exchanged() if g is not None], lambda: [tf.identity(own[i]) for i in there])
+    result = list(own)
+    for i, gradient in zip(there, found, strict=True):
+        result[i] = gradient
+    return result
 
 
 def _all_sparse(gradients: Sequence[Any], wires: Sequence[str]) -> list[bool]:

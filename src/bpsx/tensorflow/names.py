@@ -43,14 +43,24 @@ def _name_of(source: Any, otherwise: str) -> str:
         return otherwise
     if isinstance(source, tf.Variable) and getattr(source, "_in_graph_mode", True):
         return own              # of a graph of TensorFlow 1, which has no other one of that name
+    return _kept_by(source) or _named(source, own)
+
+
+def _kept_by(source: Any) -> str | None:
+    """The name that it has been given. None: it has none yet, or that of the variable that it is a copy of."""
+    whose, name = getattr(source, _NAME, (None, ""))
+    return str(name) if whose == id(source) else None
+
+
+def _named(source: Any, own: str) -> str:
     with _lock:
-        whose, name = getattr(source, _NAME, (None, ""))
-        if whose != id(source):         # none yet, or that of the variable that this one is a copy of
-            _given[own] += 1
-            name = own if _given[own] == 1 else f"{own}#{_given[own]}"
-            try:
-                setattr(source, _NAME, (id(source), name))
-            except AttributeError:      # no variable, but something with a path: known by that alone
-                _given[own] -= 1
-                return str(own)
-    return str(name)
+        name = _kept_by(source)         # another thread may have been here
+        if name is not None:
+            return name
+        name = own if not _given[own] else f"{own}#{_given[own] + 1}"
+        try:
+            setattr(source, _NAME, (id(source), name))
+        except AttributeError:          # no variable, but something with a path: known by that alone
+            return own
+        _given[own] += 1
+        return name

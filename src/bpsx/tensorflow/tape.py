@@ -6,9 +6,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from bpsx import _adapter
 from bpsx.choices import Params
 from bpsx.errors import ConfigError
+from bpsx.tensorflow.asynchronous import refuse_gradients
 from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.exchange import Exchange
 from bpsx.tensorflow.reductions import averages
@@ -27,9 +27,7 @@ class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
         """As :meth:`tf.GradientTape.gradient`, and then summed or averaged over all workers, who have to ask for the gradients of the same sources in
         the same order. ``sources`` and result may be any structure."""
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
-        if _adapter.session().config.asynchronous:
-            raise ConfigError("DistributedGradientTape: with BYTEPS_ENABLE_ASYNC=1 servers add up what workers push, which has to be changes of "
-                              "weights: use DistributedOptimizer")
+        refuse_gradients("DistributedGradientTape")
         flat = tf.nest.flatten(sources)
         found = tf.nest.flatten(gradients, expand_composites=False)
         return tf.nest.pack_sequence_as(sources, self._exchange(found, flat))

@@ -97,19 +97,19 @@ def _thing(name: str) -> Any:
 
 
 def _names_of(ours: frozenset[str], op: Any) -> frozenset[str]:
-    if op.type in ours:
-        return frozenset(_text(name) for name in op.get_attr("names"))
-    if op.type == _CALL:
-        return _modules.get(op.get_attr(_MODULE), frozenset())
-    if not op._is_stateful:
-        return frozenset()
-    found: frozenset[str] = frozenset()
-    for attribute in op.node_def.attr:
-        if attribute in _FUNCTIONS:
-            value = op.node_def.attr[attribute]
-            for function in [value.func, *value.list.func]:
-                found |= _names_in(ours, op.graph, function.name)
-    return found
+    # Only these can have any; of others it would cost something to look.
+    return _names_in_node(ours, op.graph, op.node_def) if op._is_stateful else frozenset()
+
+
+def _names_in_node(ours: frozenset[str], graph: Any, node: Any) -> frozenset[str]:
+    """Of an operation, and of the functions that it executes."""
+    if node.op in ours:
+        return frozenset(name.decode() for name in node.attr["names"].list.s)
+    if node.op == _CALL:
+        return _modules.get(node.attr[_MODULE].s, frozenset())
+    values = [node.attr[attribute] for attribute in _FUNCTIONS if attribute in node.attr]
+    functions = [function.name for value in values for function in (value.func, *value.list.func)]
+    return frozenset().union(*(_names_in(ours, graph, function) for function in functions))
 
 
 def _names_in(ours: frozenset[str], graph: Any, function: str) -> frozenset[str]:
@@ -118,18 +118,7 @@ def _names_in(ours: frozenset[str], graph: Any, function: str) -> frozenset[str]
         known = _definition(graph, function)
         if known is None:
             return frozenset()
-        found: frozenset[str] = frozenset()
-        for node in known.node_def:
-            if node.op in ours:
-                found |= frozenset(map(_text, node.attr["names"].list.s))
-            elif node.op == _CALL:
-                found |= _modules.get(node.attr[_MODULE].s, frozenset())
-            for attribute in _FUNCTIONS:
-                if attribute in node.attr:
-                    value = node.attr[attribute]
-                    for inner in [value.func, *value.list.func]:
-                        found |= _names_in(ours, graph, inner.name)
-        _in_functions[function] = found
+        _in_functions[function] = frozenset().union(*(_names_in_node(ours, graph, node) for node in known.node_def))
     return _in_functions[function]
 
 
@@ -140,7 +129,3 @@ def _definition(graph: Any, function: str) -> Any:
             return getattr(found, "cached_definition", None) or getattr(found, "definition", None)
         graph = getattr(graph, "outer_graph", None)
     return None
-
-
-def _text(name: Any) -> str:
-    return name.decode() if isinstance(name, bytes) else name

@@ -10,7 +10,7 @@ from bpsx import _adapter
 from bpsx._adapter import checked_passes
 from bpsx.errors import ConfigError
 from bpsx.tensorflow.asynchronous import Weights
-from bpsx.tensorflow.exchange import Exchange
+from bpsx.tensorflow.exchange import Exchange, in_last
 from bpsx.tensorflow.momentum import Momentum
 from bpsx.tensorflow.names import names_of
 from bpsx.tensorflow.tracing import as_it_is
@@ -68,13 +68,8 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         if self._passes is None:
             return self._exchanged(pairs)
         self._last, sums = self._passes.add(pairs)
-        if tf.executing_eagerly():
-            return self._exchanged(sums) if self._last else sums
-        there = [i for i, (g, _) in enumerate(sums) if g is not None]
-        found = tf.cond(self._last, lambda: [g for g, _ in self._exchanged(sums) if g is not None], lambda: [tf.identity(sums[i][0]) for i in there])
-        for i, gradient in zip(there, found, strict=True):
-            sums[i] = gradient, sums[i][1]
-        return sums
+        gradients = in_last(self._last, lambda: [g for g, _ in self._exchanged(sums)], [g for g, _ in sums])
+        return list(zip(gradients, [v for _, v in sums], strict=True))
 
     def _exchanged(self, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         variables = [v for _, v in pairs]

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from bpsx import _adapter
 from bpsx.choices import Params
-from bpsx.errors import ConfigError
+from bpsx.tensorflow.asynchronous import refuse_gradients
 from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.exchange import Exchange
 
@@ -53,9 +53,7 @@ class CrossDeviceOps(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
         pairs = list(value_destination_pairs)
         reduced = self._local.batch_reduce_implementation(reduce_op, pairs, options)
         ours = [value.values[0] if hasattr(value, "values") and not isinstance(value, tf.IndexedSlices) else value for value in reduced]
-        if _adapter.session().config.asynchronous:
-            raise ConfigError("MirroredStrategy: with BYTEPS_ENABLE_ASYNC=1 servers add up what workers push, which has to be changes of weights: "
-                              "use DistributedOptimizer")
+        refuse_gradients("MirroredStrategy")
         found = self._exchange(ours, [_source(f"mirrored.{len(ours)}.{i}", where) for i, (_, where) in enumerate(pairs)])
         return [self._local.broadcast_implementation(value, destinations) for value, (_, destinations) in zip(found, pairs, strict=True)]
 

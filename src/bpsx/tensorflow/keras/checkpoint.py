@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from bpsx.tensorflow.checkpoint import CompressionState, unpacked
+from bpsx.tensorflow.checkpoint import Archived
 from bpsx.tensorflow.exchange import Exchange
 
 #: What Keras looks for when it walks through the attributes of what it saves. It has no public name; without it nothing is saved there.
@@ -15,11 +15,11 @@ _Saveable: Any = next((cls for cls in keras.optimizers.Optimizer.__mro__ if cls.
 _KEY = "state"
 
 
-class Kept(CompressionState, _Saveable):  # type: ignore[misc]
+class Kept(Archived, _Saveable):  # type: ignore[misc]
     """Of one exchange. A file without it, as of a run without compression, makes everything begin anew."""
 
     def __init__(self, exchange: Exchange) -> None:
-        super().__init__([])
+        super().__init__()
         self._exchange = exchange
 
     def _save(self) -> dict[str, Any]:
@@ -38,4 +38,4 @@ class Kept(CompressionState, _Saveable):  # type: ignore[misc]
     def load_own_variables(self, store: Any) -> None:
         """Keras's way to :meth:`deserialize`."""
         there = _KEY in set(store.keys())
-        self._load(unpacked(np.asarray(store[_KEY]).tobytes()) if there else {})
+        self.deserialize(np.asarray(store[_KEY]).tobytes() if there else b"")

@@ -18,7 +18,7 @@ from bpsx.choices import Params
 from bpsx.errors import ConfigError
 from bpsx.tensorflow.asynchronous import Weights
 from bpsx.tensorflow.compression import Compression, Compressor
-from bpsx.tensorflow.exchange import Exchange
+from bpsx.tensorflow.exchange import Exchange, in_last
 from bpsx.tensorflow.keras.checkpoint import Kept
 from bpsx.tensorflow.momentum import Momentum
 from bpsx.tensorflow.reductions import averages
@@ -47,7 +47,7 @@ class _Distributed:
         """Copies, deep or pickled, are distributed, too."""
         plain: Any = object.__new__(type(self).__mro__[2])
         object.__setattr__(plain, "__dict__", {key: value for key, value in self.__dict__.items() if not key.startswith("_bpsx_")})
-        return _distributed_again, (plain, self._bpsx_exchange.given)
+        return distributed, (plain, self._bpsx_exchange.alike())
 
     @as_it_is
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
@@ -93,13 +93,7 @@ class _Distributed:
             return found
 
         is_last = tf.equal((tf.convert_to_tensor(this._iterations) + 1) % steps, 0)
-        if tf.executing_eagerly():
-            return last() if is_last else own
-        there = [i for i, g in enumerate(own) if g is not None]
-        found = tf.cond(is_last, lambda: [g for g in last() if g is not None], lambda: [tf.identity(own[i]) for i in there])
-        for i, gradient in zip(there, found, strict=True):
-            own[i] = gradient
-        return own
+        return in_last(is_last, last, own)
 
     @property
     def loss_scale_factor(self) -> Any:
@@ -158,10 +152,6 @@ def _equip(optimizer: Any, exchange: Exchange, weights: Weights) -> None:
         kept = inner.__dict__.get("_bpsx_kept") or Kept(exchange)
         optimizer.__dict__["_bpsx_kept"] = kept         # Keras finds it there, and saves it
         optimizer._track_trackable(kept, "_bpsx_kept", overwrite=True)      # so does tf.train.Checkpoint
-
-
-def _distributed_again(plain: Any, given: Any) -> Any:
-    return distributed(plain, Exchange(*given))
 
 
 def _decide_auto() -> None:
