@@ -496,5 +496,5 @@ cdef class Core:
             detail = self.gpu.failure or None
         if detail is None:
             detail = errors.explain(status, handle.name, handle.task.detail_a, handle.task.detail_b,
-                                    "" if handle.tensor is None else handle.tensor.codec.decode(), handle.task.broadcast)
+                                    "" if handle.tensor is None else handle.tensor.codec.decode(), <int>handle.task.divisor if handle.task.broadcast else -1)
         return errors.from_status(status, detail)

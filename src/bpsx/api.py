@@ -170,7 +170,7 @@ def _at_exit() -> None:
 
 
 def _story(uncaught: BaseException) -> str:
-    text = f"ended by {type(uncaught).__name__}: {uncaught}"
+    text = f"ended by {errors.in_short(uncaught)}"
     return text if len(text) <= _LONGEST_STORY else text[:_LONGEST_STORY] + " …"
 
 

@@ -6,6 +6,8 @@ differ between workers: the message says what to change). Status codes of the co
 
 from __future__ import annotations
 
+import re
+
 
 class BpsxError(Exception):
     """Base class of all errors raised by bpsx."""
@@ -95,13 +97,26 @@ def from_status(status: int, detail: str = "") -> BpsxError:
     return kind(detail or text)
 
 
-def explain(status: int, name: str, rank_a: int, rank_b: int, codec: str = "", broadcast: bool = True) -> str:
-    """What a failed round of tensor ``name`` means; the ranks come with the server's refusal. ``codec``: how it is compressed; ``broadcast``: whether
-    the round was one."""
+def in_short(error: BaseException) -> str:
+    """``TypeName: text``, for reports elsewhere. Of a text with a line of one of these errors in it, as TensorFlow's have around ours, that line."""
+    text = str(error)
+    # What TensorFlow puts behind it is left out.
+    own = None if isinstance(error, BpsxError) else re.search(rf"\b(?:{'|'.join(_names(BpsxError))}): .*?(?=\s*\[Op:|$)", text, re.MULTILINE)
+    return ": ".join(filter(None, [type(error).__name__, own[0] if own else text]))
+
+
+def _names(kind: type[BpsxError]) -> list[str]:
+    return [kind.__name__, *(name for derived in kind.__subclasses__() for name in _names(derived))]
+
+
+def explain(status: int, name: str, rank_a: int, rank_b: int, codec: str = "", root: int = -1) -> str:
+    """What a failed round of tensor ``name`` means; the ranks come with the server's refusal. ``codec``: how it is compressed; ``root``: of the
+    broadcast that the round was, here; else negative."""
     kind, text = STATUS[status]
     if kind is MismatchError:
-        return (f"tensor {name!r}: workers {rank_a} and {rank_b} asked for different operations in the same round "
-                "(sum, average or broadcast, another root or another learning rate); all workers must call the same one")
+        here = f"a broadcast from worker {root}" if root >= 0 else "push_pull"
+        return (f"tensor {name!r}: workers {rank_a} and {rank_b} asked for different operations in the same round, this worker for {here}; "
+                "all must call the same one: a broadcast from the same root, or push_pull with the same op and learning rate")
     if status == -11:
         return f"tensor {name!r}: what worker {rank_a} has compressed does not decode"
     if kind is ConfigError:
@@ -110,7 +125,7 @@ def explain(status: int, name: str, rank_a: int, rank_b: int, codec: str = "", b
     if kind is PeerLeftError:
         return (f"tensor {name!r}: worker {rank_a} has left the job without pushing it, so it can never be complete "
                 "(whose batches run out earlier calls join(): docs/uneven-and-elastic.md)")
-    if kind is JoinedError and not broadcast:
+    if kind is JoinedError and root < 0:
         return (f"tensor {name!r}: so many workers of worker {rank_a}'s machine have called join() that in no place of its PCIe switches "
                 "(BYTEPS_PCIE_SWITCH_SIZE) there is a GPU left in each, and sums begin there; leave the GPUs in one group, or end together")
     if kind is JoinedError:

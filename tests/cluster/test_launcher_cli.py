@@ -166,7 +166,7 @@ def test_a_job_that_can_no_longer_form_is_ended_at_once(launcher: Launcher, text
     script = "import os, sys\nif os.environ['DMLC_WORKER_ID'] == '0': sys.argv.append('leave')\n" + text
     found, _, err = finish(launcher.start(local_words("--grace", "1000", *python(script))))
     assert found == status
-    assert any(line.startswith("bpsx-run: ") and "was still waiting for the job to form, got SIGTERM and " in line for line in err)
+    assert any(line.startswith("bpsx-run: ") and "was still running before the job had formed, got SIGTERM and " in line for line in err)
     # What we do ourselves is no error of the scheduler's.
     assert not any(line.startswith("[scheduler]") for line in err), err
     none = "bpsx-run: no worker called bpsx.init(): all ended with status 0 without joining the job; "

@@ -40,8 +40,34 @@ def test_an_explanation_names_the_tensor(status):
 
 
 def test_an_explanation_names_the_ranks_where_it_knows_them():
-    assert "its root, worker 2" in errors.explain(-9, "w", 2, 2) and "BYTEPS_PCIE_SWITCH_SIZE" in errors.explain(-9, "w", 2, 2, broadcast=False)
+    assert "its root, worker 2" in errors.explain(-9, "w", 2, 2, root=2) and "BYTEPS_PCIE_SWITCH_SIZE" in errors.explain(-9, "w", 2, 2)
     assert "workers 2 and 5" in errors.explain(-2, "w", 2, 5) and "worker 2 has left the job" in errors.explain(-3, "w", 2, 0)
+
+
+def test_what_workers_disagree_about_says_what_this_one_asked_for():
+    assert "this worker for a broadcast from worker 5;" in errors.explain(-2, "w", 2, 5, root=5)
+    assert "this worker for push_pull;" in errors.explain(-2, "w", 2, 5)
+
+
+OF_TENSORFLOW = """Graph execution error:
+
+Detected at node BpsxPushPull defined at (most recent call last):
+  File "train.py", line 11, in <module>
+
+%s
+\t [[{{node BpsxPushPull}}]] [Op:__inference_step_11]"""
+
+
+@pytest.mark.parametrize(("error", "short"), [
+    (KeyboardInterrupt(), "KeyboardInterrupt"),
+    (ValueError("own"), "ValueError: own"),
+    (errors.MismatchError("tensor 'w': two\nlines"), "MismatchError: tensor 'w': two\nlines"),
+    (RuntimeError(OF_TENSORFLOW % "MismatchError: tensor 'w': a, b"), "RuntimeError: MismatchError: tensor 'w': a, b"),
+    (RuntimeError("{{function_node x}} PeerLostError: worker 1 is gone [Op:BpsxBroadcast] name: "), "RuntimeError: PeerLostError: worker 1 is gone"),
+    (RuntimeError("nothing of ours:\nSomeError: b"), "RuntimeError: nothing of ours:\nSomeError: b"),
+])
+def test_a_report_has_the_line_that_says_what_happened(error, short):
+    assert errors.in_short(error) == short
 
 
 def test_one_base_and_the_builtin_kin_that_scripts_may_already_catch():

@@ -297,7 +297,7 @@ class Job:
         for child in self._children:
             child.send(number)
             if child.status is None and not child.overdue:
-                waited = "waiting for the job to form" if self._forming() else f"running after the grace time ({self._plan.grace:g} s)"
+                waited = "running before the job had formed" if self._forming() else f"running after the grace time ({self._plan.grace:g} s)"
                 child.overdue = f"was still {waited}, got {number.name} and "
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
@@ -343,13 +343,13 @@ class Job:
     def _status(self) -> int:
         if self._trouble:
             return self._trouble[1]
-        worst = max((child.status or 0 for child in self._children), default=0)
         if self._plan.forgiving and not self._stop and not any(child.status for child in self._children if child.role == "worker"):
             return 0
-        if self._stop:
-            return worst if self._complete and self._pump.written else max(worst, 128 + self._stop[0])
         # How those ended whom we had to end says nothing about the cause.
-        return self._own() or int(any(child.overdue for child in self._children))
+        overdue = any(child.overdue for child in self._children)
+        if self._stop:
+            return self._own() if self._complete and self._pump.written and not overdue else max(self._own(), 128 + self._stop[0])
+        return self._own() or int(overdue)
 
     def _own(self) -> int:
         """The largest status of those who ended by themselves."""

@@ -60,7 +60,7 @@ class Registry:
         told = [rank]
         if not known.failure and (known.dtype, known.shape, known.nbytes, known.codec) != (dtype, wanted.shape, nbytes, codec):
             known.failure = (f"tensor {name!r}: worker {known.ranks[0]} has {known.describe()}, worker {rank} has {wanted.describe()}; "
-                             "all workers must push the same shape and dtype, compressed alike, under one name")
+                             "all workers must give the same shape and dtype, compressed alike, under one name")
             known.status = -2
             told += [r for r in known.ranks if r != rank]
         if rank not in known.ranks:
