@@ -113,9 +113,9 @@ class Digits:
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=12, help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=32, help="of one worker (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--lr", type=float, default=0.05, help="(default: %(default)s)")
     parser.add_argument("--hidden", type=int, default=1024, help="width of the two hidden layers (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of one worker (default: %(default)s)")
     parser.add_argument("--backend", choices=("bpsx", "gloo"), default="bpsx")

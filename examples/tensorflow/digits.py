@@ -25,9 +25,9 @@ WARM_UP_STEPS = 5       # not counted: tracing, first sight of every tensor
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=12, help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=32, help="of one worker (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--lr", type=float, default=0.05, help="(default: %(default)s)")
     parser.add_argument("--hidden", type=int, default=256, help="width of the two hidden layers (default: %(default)s)")
     parser.add_argument("--eager", action="store_true", help="without tf.function")
     parser.add_argument("--jit", action="store_true", help="have XLA compile the step")

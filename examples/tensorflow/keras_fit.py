@@ -21,12 +21,15 @@ import bpsx.tensorflow.keras as bps
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=8, help="(default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=32, help="of one worker (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.02, help="for one worker (default: %(default)s)")
-    parser.add_argument("--compress", choices=("none", "fp16", "onebit", "topk"), default="none", help="gradients on the wire")
+    parser.add_argument("--compress", choices=("none", "fp16", "onebit", "topk"), default="none", help="gradients on the wire (default: %(default)s)")
     parser.add_argument("--save", type=Path, help="a file of the kind .keras")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.save is not None and args.save.suffix != ".keras":
+        parser.error(f"--save {args.save}: Keras saves whole models in files called *.keras")
+    return args
 
 
 def network() -> keras.Model:
@@ -75,6 +78,7 @@ def main() -> int:
         if rank == 0:
             model.save(args.save)
         bps.barrier()
+        # Without compression: what it has left over is each worker's own, and this file has worker 0's.
         model = bps.load_model(args.save)
         model.fit(x[mine], y[mine], batch_size=args.batch_size, verbose=0)
     right = float(model.evaluate(x[cut:], y[cut:], verbose=0)[1])

@@ -36,13 +36,17 @@ def choose(given: Params, names: Iterable[str], verb: str, momenta: Mapping[str,
     return {name: chosen for name, chosen in found.items() if chosen != _adapter.NOT_COMPRESSED}
 
 
-def check_params(given: Any, verb: str) -> None:
-    """Raise :class:`ConfigError` for what cannot be ``compression_params`` of any parameters."""
+def check_params(given: Any, verb: str, momentum: bool = False) -> None:
+    """Raise :class:`ConfigError` for what cannot be ``compression_params`` of any parameters. ``momentum``: whether there is an optimizer's, which
+    may be ``mu``."""
     if given is None or callable(given):
         return
-    for name, params in given.items() if _by_name(given, verb) else [("all", given)]:
-        if isinstance(params, Mapping) and _adapter.initialised():      # until then, nobody knows the compressors from outside
-            _compression(str(name), params, verb, {str(name): 0.5})       # its own may be taken over
+    by_name = _by_name(given, verb)
+    if not _adapter.initialised():      # until then, nobody knows the compressors from outside
+        return
+    for name, params in given.items() if by_name else [(None, given)]:
+        if isinstance(params, Mapping):
+            _compression(name, params, verb, {name: 0.5} if momentum else {})
 
 
 def _by_name(given: Any, verb: str) -> bool:
@@ -56,11 +60,11 @@ def _missing(value: Any) -> bool:
     return value is None or value is False or isinstance(value, str) and value == ""
 
 
-def _compression(name: str, params: Any, verb: str, momenta: Mapping[str, float]) -> _adapter.Compression:
-    what = f"{verb}: compression_params of {name!r}"
+def _compression(name: str | None, params: Any, verb: str, momenta: Mapping[Any, float]) -> _adapter.Compression:
+    what = f"{verb}: compression_params" + ("" if name is None else f" of {name!r}")
     if isinstance(params, Mapping) and params.get("momentum") and _missing(params.get("mu")):
         if name not in momenta:
-            raise ConfigError(f"{what}: momentum={params['momentum']!r} without mu: the optimizer has no momentum for this parameter that could be "
-                              "taken over; allowed are numbers between 0 and 1")
+            raise ConfigError(f"{what}: momentum={params['momentum']!r} without mu, and there is no momentum of an optimizer's that could be taken "
+                              "over: give mu, a number between 0 and 1, such as 0.9")
         params = {**params, "mu": momenta[name]}
     return _adapter.compression(params, what)

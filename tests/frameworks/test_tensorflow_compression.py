@@ -195,7 +195,9 @@ def job_refused() -> Any:
         return bps.DistributedOptimizer(optimizer, compression_params={**momentum, "mu": 0.9}).compute_gradients(lambda: tf.reduce_sum(w), [w])
 
     calls: list[Any] = [
-        lambda: fit(compiled(sgd(), momentum)), lambda: fit(compiled(keras.optimizers.RMSprop(0.1, momentum=0.9), momentum)),
+        lambda: bpk.DistributedOptimizer(sgd(), compression_params=momentum),
+        lambda: bps.DistributedGradientTape(tf.GradientTape(), compression_params=momentum),
+        lambda: fit(compiled(keras.optimizers.RMSprop(0.1, momentum=0.9), momentum)),
         lambda: fit(compiled(sgd(momentum=0.9), lambda model: {model.trainable_variables[0].path: momentum})), changed, embedding,
         lambda: one_of_v1(v1.train.MomentumOptimizer(0.1, tf.constant(0.9))), lambda: one_of_v1(v1.train.RMSPropOptimizer(0.1, momentum=0.9)),
         lambda: bps.CompressionState([w]).deserialize(b"no archive"), lambda: fit(compiled(sgd(), some)),
@@ -264,8 +266,12 @@ def test_an_optimizer_made_from_a_configuration_is_distributed(job: Finished) ->
 
 def test_refused(job: Finished) -> None:
     for told in each(job, "job_refused"):
-        for text, part in zip(told, ("without mu", "RMSprop's momentum (0.9)", "and not for '", "was 0.9 when", "sparse_as_dense=True", "EagerTensor",
-                                     "RMSPropOptimizer's momentum", "10 bytes that are none", "dense/kernel"), strict=True):
+        expected = [
+            "give mu, a number", "DistributedGradientTape: compression_params: momentum='nesterov' without mu", "RMSprop's momentum (0.9)",
+            "and not for '", "was 0.9 when", "sparse_as_dense=True", "EagerTensor", "RMSPropOptimizer's momentum", "10 bytes that are none",
+            "dense/kernel",
+        ]
+        for text, part in zip(told, expected, strict=True):
             assert part in text
 
 

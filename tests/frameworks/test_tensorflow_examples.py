@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -54,6 +55,12 @@ def test_keras_fit(tmp_path: Path) -> None:
     output = example("keras_fit.py", "--epochs", "4", "--save", str(tmp_path / "digits.keras"), "--compress", "topk")
     losses = [float(text) for text in re.findall(r"loss (\d+\.\d+)", output)]
     assert len(losses) == 4 and losses[-1] < losses[0] and (tmp_path / "digits.keras").exists()
+
+
+def test_keras_fit_says_before_it_trains_that_it_cannot_save(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, EXAMPLES / "keras_fit.py", "--save", tmp_path / "digits"], env={**os.environ, **QUIET},
+                          capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and "files called *.keras" in done.stderr
 
 
 @pytest.mark.parametrize("model", ["ResNet50", "VGG16"])

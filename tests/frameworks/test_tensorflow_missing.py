@@ -56,6 +56,16 @@ except UnsupportedCompilation as e:
     print(e)
 """
 
+_PACKAGES = """
+import bpsx.tensorflow as bps
+print(bps.distribute.MirroredStrategy.__name__)
+print(bps.keras.callbacks.MetricAverageCallback.__name__)
+try:
+    bps.kerass
+except AttributeError as e:
+    print(str(e)[-21:])
+"""
+
 
 @pytest.fixture(scope="module")
 def hides(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -100,3 +110,8 @@ def test_other_callbacks_are_noticed_in_the_header(tmp_path: Path, monkeypatch: 
         else:
             with pytest.raises(ImportError, match="DoneCallback that is a std::function"):
                 library.check_header()
+
+
+def test_the_packages_in_it_need_no_import_of_their_own() -> None:
+    done = subprocess.run([sys.executable, "-c", _PACKAGES], env={**os.environ, **QUIET}, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and done.stdout.splitlines() == ["MirroredStrategy", "MetricAverageCallback", "no attribute 'kerass'"], done.stderr

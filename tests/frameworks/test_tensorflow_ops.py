@@ -412,7 +412,7 @@ def test_refused(job):
             "element 0 is a", "broadcast_variables()", "a tf.GradientTape is needed, not str",
             "scope=3: a string is needed", "scope=None: a string", "is a ResourceVariable; a list of variables is needed", "is a object; a list",
             "list is not what a tensor can be made of", "root_rank='a': allowed are 0 to 1", "sparse_as_dense must be True or False, not 'no'",
-            "compression_params is a str", "compression_params of 'all': compressor='zip'",
+            "compression_params is a str", "compression_params: compressor='zip'",
             "root_rank has to be", "learning rate has to be one number", "as many names as tensors",
         ]
         for text, part in zip(told, expected, strict=False):

@@ -71,3 +71,8 @@ def test_broadcast(alone: Session) -> None:
     with pytest.raises(ConfigError, match="^broadcast: name must be a string, not int"):
         bpsx.broadcast(ARRAY, name=5)       # type: ignore[arg-type]
     assert bpsx.broadcast(ARRAY, np.int64(0)).tolist() == [1, 1, 1]    # type: ignore[arg-type]
+
+
+def test_what_belongs_to_a_framework_is_said_to():
+    with pytest.raises(AttributeError, match=r"no attribute 'DistributedOptimizer'; what belongs to a framework is in bpsx\.torch, bpsx\.tensorflow"):
+        bpsx.DistributedOptimizer  # noqa: B018

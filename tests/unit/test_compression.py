@@ -47,6 +47,7 @@ BAD: list[tuple[Any, list[str]]] = [
     ({"compressor": "onebit", "k": 3}, ["k=3", "'onebit'", "'topk', 'randomk', 'dithering'"]),
     ({"compressor": "topk", "k": 0.1, "partition": "linear"}, ["partition='linear'", "'dithering'"]),
     ({"compressor": "topk"}, ["k"]), ({"compressor": "randomk"}, ["k"]), ({"compressor": "dithering"}, ["k"]),
+    ({"compressor": "topk"}, ["k is missing: allowed are an integer"]),
     ({"compressor": "topk", "k": 0}, ["k=0"]), ({"compressor": "topk", "k": 0.0}, ["k=0.0"]), ({"compressor": "topk", "k": -1}, ["k=-1"]),
     ({"compressor": "topk", "k": 1.5}, ["k=1.5"]), ({"compressor": "topk", "k": float("nan")}, ["k=nan"]),
     ({"compressor": "topk", "k": True}, ["k=True"]), ({"compressor": "topk", "k": "10"}, ["k='10'"]),

@@ -246,7 +246,8 @@ def checked_amount(key: str, value: Any) -> int | float:
         return float(number)
     if number is not None and 1 <= number < 2**63 and number == int(number):
         return int(number)
-    raise ConfigError(f"{key}={value!r}: allowed are an integer >= 1 (so many elements of each partition) and a fraction, 0 < {key} < 1")
+    wrong = f"{key} is missing" if value is None else f"{key}={value!r}"
+    raise ConfigError(f"{wrong}: allowed are an integer >= 1 (so many elements of each partition) and a fraction, 0 < {key} < 1")
 
 
 def amount_numbers(amount: int | float) -> list[int]:

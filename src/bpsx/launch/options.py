@@ -58,7 +58,8 @@ all hosts.
 Secret: --local and --hostfile make one for the job (BPSX_SECRET) unless BPSX_SECRET or BPSX_SECRET_FILE is set.
 
 Exit status: the command's; with several processes the largest of who ended by itself, or 1 if that is 0 and others had to be ended; 128+n for a
-process that signal n ended, and for bpsx-run, told to stop by signal n, if not all heeded it; 2 for a wrong option or variable; 126 or 127 if the command cannot be run; 255 if ssh cannot reach a host.
+process that signal n ended, and for bpsx-run, told to stop by signal n, if not all heeded it; 2 for a wrong option or variable; 126 or 127 if the
+command cannot be run; 255 if ssh cannot reach a host.
 doctor: 0 all well, 1 not.
 
 All variables: docs/options.md; more on this page: docs/launching.md."""

@@ -15,6 +15,9 @@ if tuple(int(part) for part in _tf.__version__.split(".")[:2]) < (2, 21):
     raise ImportError(f"bpsx.tensorflow needs TensorFlow 2.21 or newer, this is {_tf.__version__}: pip install --upgrade tensorflow",
                       name="tensorflow")
 
+from importlib import import_module as _import_module  # noqa: E402
+from typing import Any as _Any  # noqa: E402
+
 from bpsx.api import (  # noqa: E402
     barrier,
     get_pushpull_speed,
@@ -42,3 +45,10 @@ __all__ = [
     "handle_average_backwards_compatibility", "init", "join", "local_rank", "local_size", "push_pull", "rank", "resume", "shutdown", "size",
     "suspend",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    """The packages in this one, loaded when first used: Keras takes seconds."""
+    if name not in ("distribute", "keras"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _import_module(f"{__name__}.{name}")

@@ -36,20 +36,21 @@ class Exchange:
 
     ``compression``: as a type before the exchange; ``params``: ``compression_params``, on the way. ``sparse_as_dense``: nothing travels as
     IndexedSlices. ``anew``: nothing is kept of what compression had left over under the same names; otherwise it goes on, as from one step's tape to
-    the next's. Raises :class:`ConfigError`.
+    the next's. ``has_momentum``: the optimizer whose gradients these are has its own. Raises :class:`ConfigError`.
     """
 
     def __init__(
         self, verb: str, average: bool, compression: type[Compressor], params: Params, sparse_as_dense: bool, anew: bool = True,
+        has_momentum: bool = False,
     ) -> None:
         check_compression(compression, verb)
-        check_params(params, verb)
+        check_params(params, verb, has_momentum)
         check_flag(sparse_as_dense, "sparse_as_dense", verb)
         if params and compression is not NoneCompressor:
             raise ConfigError(f"{verb}: compression={compression.__name__} and compression_params: give one of them")
         self._verb, self._average, self._compression, self._params, self._as_dense = verb, average, compression, params, sparse_as_dense
         self._anew = anew
-        self._given = verb, average, compression, params, sparse_as_dense, anew
+        self._given = verb, average, compression, params, sparse_as_dense, anew, has_momentum
         self._rates = False         # whether compression needs the learning rate
         self._choices: dict[str, _adapter.Compression] = {}     # by the names of sources, of those that are compressed
         self._begun: dict[str, None] = {}                       # of which this has taken charge, in the order of sources

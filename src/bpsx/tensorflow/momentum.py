@@ -12,6 +12,15 @@ from bpsx.errors import ConfigError
 _WHAT = "DistributedOptimizer: compression_params: momentum='nesterov'"
 
 
+def has_momentum(optimizer: Any, attribute: str = "momentum") -> bool:
+    """Whether it has its own: of v1 optimizers, under another ``attribute``, it may be a tensor."""
+    return _is_one(getattr(optimizer, attribute, 0.0))
+
+
+def _is_one(value: Any) -> bool:
+    return not isinstance(value, (int, float)) or value != 0
+
+
 class Momentum:
     """Of one optimizer. ``attribute`` is where it has it; ``of_gradients``: whether it is that of gradients, so that compression can have it in its
     place. One thread at a time, but for :meth:`off`, in which the threads of replicas are together."""
@@ -37,9 +46,8 @@ class Momentum:
         without = [name for name in names if name not in choices or not choices[name].momentum]
         own = type(self._optimizer).__name__
         value: Any = self.value
-        has_own = not isinstance(value, (int, float)) or value != 0
         stays, self._stays = self._stays, self._stays or bool(without)
-        if not has_own or len(without) == len(names) and not self._taken:
+        if not _is_one(value) or len(without) == len(names) and not self._taken:
             return
         if not self._of_gradients:
             raise ConfigError(f"{_WHAT} cannot take the place of {own}'s momentum ({value}), which is not that of gradients; with SGD's (v1: "

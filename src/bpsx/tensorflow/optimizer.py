@@ -10,6 +10,7 @@ from bpsx.choices import Params
 from bpsx.tensorflow import v1
 from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.exchange import Exchange
+from bpsx.tensorflow.momentum import has_momentum
 from bpsx.tensorflow.reductions import averages
 
 
@@ -28,7 +29,8 @@ def DistributedOptimizer(
     In asynchronous training the weights' changes travel, see ``docs/async.md``. Raises :class:`~bpsx.errors.ConfigError`.
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        exchange = Exchange("DistributedOptimizer", averages(op, None, "DistributedOptimizer"), compression, compression_params, sparse_as_dense)
+        exchange = Exchange("DistributedOptimizer", averages(op, None, "DistributedOptimizer"), compression, compression_params, sparse_as_dense,
+                            has_momentum=has_momentum(optimizer, "_momentum"))
         return v1.distributed(optimizer, name, use_locking, exchange, backward_passes_per_step)
     from bpsx.tensorflow.keras import optimizer as of_keras  # Keras takes seconds to import
 

@@ -20,7 +20,7 @@ from bpsx.tensorflow.asynchronous import Weights
 from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.exchange import Exchange, in_last
 from bpsx.tensorflow.keras.checkpoint import Kept
-from bpsx.tensorflow.momentum import Momentum
+from bpsx.tensorflow.momentum import Momentum, has_momentum
 from bpsx.tensorflow.reductions import averages
 from bpsx.tensorflow.tracing import as_it_is
 
@@ -209,7 +209,8 @@ def DistributedOptimizer(
         raise ConfigError(f"{_VERB}: an optimizer of Keras 3 is needed, not {type(optimizer).__name__}")
     if is_distributed(optimizer):
         raise ConfigError(f"{_VERB}: this {type(optimizer).__name__} is distributed already")
-    exchange = Exchange(_VERB, averages(op, None, _VERB), compression, compression_params, sparse_as_dense)
+    exchange = Exchange(_VERB, averages(op, None, _VERB), compression, compression_params, sparse_as_dense,
+                        has_momentum=has_momentum(getattr(optimizer, "inner_optimizer", optimizer)))
     _set_passes(optimizer, backward_passes_per_step)
     return distributed(optimizer, exchange)
 
