@@ -113,9 +113,9 @@ def test_indices_that_are_not_ascending_or_too_large(indices):
 @pytest.mark.parametrize("k", [None, 0, 0.0, -1, -0.5, True, False, float("nan"), float("inf"), 2.5, 1.0000001, "3", [1], 2**63, 1e30])
 def test_a_wrong_k(name, k):
     for given_ in ({"k": k}, {}) if k is None else ({"k": k},):
-        with pytest.raises(ConfigError, match="k=.*allowed are") as error:
+        with pytest.raises(ConfigError, match="allowed are") as error:
             codec(name).options(given_)
-        assert repr(k) in str(error.value)
+        assert str(error.value).startswith("k is missing: " if k is None else f"k={k!r}: ")
 
 
 @pytest.mark.parametrize(("k", "kept"), [(1, 1), (1.0, 1), (3.0, 3), (2**62, 2**62), (0.5, 0.5), (5e-324, 5e-324)])
