@@ -17,6 +17,9 @@ $(VENV)/environment: pyproject.toml requirements-dev.txt
 	@echo 'making $(VENV) and installing what bpsx needs: about a minute'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' -r requirements-dev.txt
+	# MXNet asks for a NumPy below 2, and bpsx.mxnet has it work with what is there. One of those below 2 is for a test that it does with both.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'mxnet>=1.9.1,<2'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/numpy1 'numpy>=1.26,<2'
 	@touch $@
 
 $(VENV)/installed: $(VENV)/environment $(SOURCES)

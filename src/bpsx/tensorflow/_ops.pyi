@@ -1,8 +1,5 @@
 """push_pull and broadcast as asynchronous operations of TensorFlow; see ``_ops.pyx``."""
 
-class Kept:
-    """A tensor of TensorFlow's that the transport may still be sending."""
-
 def check() -> None:
     """Raise :class:`ImportError`, naming what is missing, unless the operations have been registered."""
 

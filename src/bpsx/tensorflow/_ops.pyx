@@ -3,22 +3,27 @@
 
 Loading this library with ``tensorflow.load_op_library`` registers them; after that it can be imported.
 """
+from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
 from libc.stdlib cimport calloc, malloc
 
 from bpsx._adapter cimport Handle
-from bpsx.core.sync cimport atomic_load, atomic_store
-from bpsx.tensorflow._exchange cimport end_call, forget_kernel, python_ends, submit
-from bpsx.tensorflow.c_api cimport (
-    ABORTED, FAILED_PRECONDITION, INVALID_ARGUMENT, OK, RESOURCE_EXHAUSTED, Api, Done, find_all, is_known, move, run,
+from bpsx._calls cimport Plan, end_call, keep, python_ends, submit, throw_away
+from bpsx.calls cimport (
+    ABORTED, FAILED_PRECONDITION, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, Call, Caller, Part, free_call, new_call, room_for_dims,
 )
-from bpsx.tensorflow.calls cimport FEW_DIMS, Call, Caller, Kernel, Part, drop_tensors, free_call, free_kernel, new_call
+from bpsx.core.sync cimport atomic_load, atomic_store
+from bpsx.tensorflow.c_api cimport OK, Api, Done, find_all, is_known, move, run
+from bpsx.tensorflow.operation cimport Execution, Kernel, drop_tensors, free_kernel
 
 cdef extern from *:
     """
     void bpsx_tensorflow_register(void);
     __attribute__((constructor)) static void bpsx_tensorflow_loaded(void) { bpsx_tensorflow_register(); }
     """
+
+# As DT_ in types.proto numbers them.
+cdef dict DTYPES = {1: "float32", 2: "float64", 3: "int32", 4: "uint8", 6: "int8", 9: "int64", 14: "bfloat16", 19: "float16"}
 
 cdef Api api
 cdef Caller of_operation
@@ -34,7 +39,8 @@ cdef public void bpsx_tensorflow_register() noexcept nogil:
     missing = find_all(&api)
     if missing != NULL:
         return
-    of_operation.fail, of_operation.settle, of_operation.keep, of_operation.leave = fail, settle, keep_tensors, leave_tensors
+    of_operation.plan, of_operation.fail, of_operation.settle = plan_of, fail, settle
+    of_operation.keep, of_operation.leave = keep_tensors, leave_tensors
     cdef void *op = api.new_op(b"BpsxPushPull")
     api.add_input(op, b"tensors: T")
     api.add_input(op, b"rate: double")
@@ -104,12 +110,12 @@ cdef void *make(void *making, bint broadcasts) noexcept nogil:
     if kernel == NULL:
         api.set_status(status, RESOURCE_EXHAUSTED, b"bpsx: no memory for an operation")
     else:
-        kernel.broadcasts = broadcasts
+        kernel.broadcasts, kernel.waste.free = broadcasts, free_kernel
         read_attributes(making, kernel, status)
     if api.code(status) != OK:
         api.fail_making(making, status)
         if kernel != NULL:
-            free_kernel(kernel)
+            free_kernel(&kernel.waste)
         kernel = NULL
     api.delete_status(status)
     return kernel
@@ -147,7 +153,17 @@ cdef void read_attributes(void *making, Kernel *kernel, void *status) noexcept n
 
 cdef void forget(void *made) noexcept nogil:
     if made != NULL:
-        forget_kernel(<Kernel *>made)
+        throw_away(&(<Kernel *>made).waste)
+
+
+cdef object plan_of(Call *call):
+    cdef Kernel *kernel = (<Execution *>call).kernel
+    if kernel.waste.held == NULL:
+        names = [kernel.names[i][:kernel.lengths[i]].decode() for i in range(kernel.n)]
+        plan = Plan(names, [kernel.priorities[i] for i in range(kernel.n)], kernel.average, kernel.root if kernel.broadcasts else -1, DTYPES)
+        Py_INCREF(plan)
+        kernel.waste.held = <void *>plan
+    return <object>kernel.waste.held
 
 
 # ---- a call, up to the core
@@ -162,12 +178,12 @@ cdef void compute(void *kernel, void *context, void *done) noexcept nogil:
         api.set_status(status, FAILED_PRECONDITION, b"bpsx: this TensorFlow tells operations in another way whom to call when they are done than "
                                                     b"the one that bpsx knows: use a release that bpsx names in its documentation")
     else:
-        call = new_call((<Kernel *>kernel).n, &of_operation, context)
+        call = new_call((<Kernel *>kernel).n, &of_operation, sizeof(Execution))
         if call == NULL:
             api.set_status(status, RESOURCE_EXHAUSTED, b"bpsx: no memory for an operation")
         else:
-            call.kernel = <Kernel *>kernel
-            take_tensors(call, status)
+            (<Execution *>call).context, (<Execution *>call).kernel = context, <Kernel *>kernel
+            take_tensors(<Execution *>call, status)
     if api.code(status) != OK:
         api.fail(context, status)
         api.delete_status(status)
@@ -177,61 +193,58 @@ cdef void compute(void *kernel, void *context, void *done) noexcept nogil:
         api.run_done(done)
         return
     api.delete_status(status)
-    move(&call.done, <Done *>done)
+    move(&(<Execution *>call).done, <Done *>done)
     submit(call)
 
 
-cdef void take_tensors(Call *call, void *status) noexcept nogil:
+cdef void take_tensors(Execution *made, void *status) noexcept nogil:
     cdef uint32_t i
     cdef void *rate = NULL
-    if <uint32_t>api.n_outputs(call.context) != call.kernel.n:
+    if <uint32_t>api.n_outputs(made.context) != made.kernel.n:
         api.set_status(status, INVALID_ARGUMENT, b"bpsx: there have to be as many names as tensors")
-    for i in range(call.n):
+    for i in range(made.kernel.n):
         if api.code(status) != OK:
             return
-        take_tensor(call, i, status)
-    if api.code(status) == OK and not call.kernel.broadcasts:
-        api.get_input(call.context, <int>call.kernel.n, &rate, status)
+        take_tensor(made, i, status)
+    if api.code(status) == OK and not made.kernel.broadcasts:
+        api.get_input(made.context, <int>made.kernel.n, &rate, status)
         if api.code(status) == OK:
             if api.n_bytes(rate) == sizeof(double):
-                call.rate = (<double *>api.data(rate))[0]
+                made.call.rate = (<double *>api.data(rate))[0]
             else:
                 api.set_status(status, INVALID_ARGUMENT, b"bpsx: the learning rate has to be one number")
             api.delete_tensor(rate)
 
 
-cdef void take_tensor(Call *call, uint32_t i, void *status) noexcept nogil:
+cdef void take_tensor(Execution *made, uint32_t i, void *status) noexcept nogil:
     """Find input and output: one memory, if nobody else is going to look at the input."""
     cdef void *given = NULL
     cdef int forwarded = -1, index = <int>i
-    cdef Part *part = &call.parts[i]
-    api.get_input(call.context, index, &given, status)
+    cdef Part *part = &made.call.parts[i]
+    api.get_input(made.context, index, &given, status)
     if api.code(status) != OK:
         return
     take_shape(part, given, status)
     api.delete_tensor(given)        # while we hold it, it cannot become the output
     if api.code(status) != OK:
         return
-    part.made = api.make_output(call.context, &index, 1, index, part.dims, part.n_dims, &forwarded, status)
+    part.made = api.make_output(made.context, &index, 1, index, part.dims, part.n_dims, &forwarded, status)
     if api.code(status) != OK:
         return
     part.source = part.target = <char *>api.data(part.made)
     if forwarded < 0:
-        api.get_input(call.context, index, &part.given, status)
+        api.get_input(made.context, index, &part.given, status)
         if api.code(status) == OK:
             part.source = <char *>api.data(part.given)
 
 
 cdef void take_shape(Part *part, void *tensor, void *status) noexcept nogil:
     cdef int d
-    cdef int64_t *dims = part.few
+    cdef int64_t *dims
     part.n_dims, part.n_bytes, part.dtype = api.n_dims(tensor), api.n_bytes(tensor), api.dtype(tensor)
-    if part.n_dims > FEW_DIMS:
-        dims = <int64_t *>malloc(part.n_dims * sizeof(int64_t))
-        if dims == NULL:
-            api.set_status(status, RESOURCE_EXHAUSTED, b"bpsx: no memory for an operation")
-            return
-        part.dims = dims
+    dims = room_for_dims(part)
+    if dims == NULL:
+        api.set_status(status, RESOURCE_EXHAUSTED, b"bpsx: no memory for an operation")
     for d in range(part.n_dims):
         dims[d] = api.dim(tensor, d)
 
@@ -239,40 +252,27 @@ cdef void take_shape(Part *part, void *tensor, void *status) noexcept nogil:
 cdef void fail(Call *call, int code, const char *text) noexcept nogil:
     cdef void *status = api.new_status()
     api.set_status(status, code, text)
-    api.fail(call.context, status)
+    api.fail((<Execution *>call).context, status)
     api.delete_status(status)
 
 
 cdef void settle(Call *call) noexcept nogil:
-    cdef Done done = call.done
+    cdef Done done = (<Execution *>call).done
     drop_tensors(&api, call)
     end_call(call)
     run(&api, &done)                # whatever that makes TensorFlow do
 
 
-cdef class Kept:
-    """A tensor of TensorFlow's that the transport may still be sending."""
-
-    cdef void *tensor
-
-    def __dealloc__(self):
-        if self.tensor != NULL:
-            api.delete_tensor(self.tensor)
-
-
 cdef void keep_tensors(Call *call) noexcept:
     """Have handles keep their tensors, which the transport may still read, for as long as it does."""
     cdef uint32_t i
-    cdef Kept given, made
     cdef Handle handle
     for i in range(call.n):
         if call.parts[i].handle == NULL:
             continue
-        given, made = Kept.__new__(Kept), Kept.__new__(Kept)
-        given.tensor, made.tensor = call.parts[i].given, call.parts[i].made
-        call.parts[i].given = call.parts[i].made = NULL
         handle = <Handle>call.parts[i].handle
-        handle.owner = handle.owner, given, made
+        handle.owner = handle.owner, keep(call.parts[i].given, api.delete_tensor), keep(call.parts[i].made, api.delete_tensor)
+        call.parts[i].given = call.parts[i].made = NULL
 
 
 cdef void leave_tensors(Call *call) noexcept nogil:

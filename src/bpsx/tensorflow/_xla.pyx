@@ -3,18 +3,31 @@
 from libc.stdint cimport int64_t, uint32_t
 from libc.string cimport memset, strlen
 
-from bpsx.tensorflow._exchange cimport end_call, python_ends, submit
-from bpsx.tensorflow.c_api cimport ABORTED, INTERNAL, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
-from bpsx.tensorflow.calls cimport Call, Caller, Part, free_call, new_call
+from bpsx._calls cimport Plan, end_call, python_ends, submit
+from bpsx.calls cimport ABORTED, INTERNAL, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, Call, Caller, Part, free_call, new_call
 from bpsx.tensorflow.xla cimport EXECUTE, Buffer, Ffi, Frame, Registration, asks_for_metadata, complete, error_of, find_ffi, future_of, is_understood
 
+import json
+
+# As its foreign functions number them.
+cdef dict DTYPES = {11: "float32", 12: "float64", 4: "int32", 6: "uint8", 2: "int8", 5: "int64", 16: "bfloat16", 10: "float16"}
+
+cdef struct Execution:
+    Call call                   # first
+    void *future
+    void *error
+    const char *text            # of what is asked for, see xla.py
+    size_t length
+
 cdef Ffi *ffi
+cdef dict plans = {}            # by their texts
 cdef Caller of_xla
-of_xla.fail, of_xla.settle, of_xla.numbering, of_xla.goes_first = fail, settle, 1, True
+of_xla.plan, of_xla.fail, of_xla.settle, of_xla.goes_first = plan_of, fail, settle, True
 
 
 cdef void *exchange(Frame *frame) noexcept nogil:
     """Arguments: tensors, a learning rate (float64), what has to come before; results: as many tensors, and something that comes after."""
+    cdef Execution *made
     cdef Call *call
     cdef int64_t i, n
     if asks_for_metadata(frame) or frame.stage != EXECUTE:
@@ -26,14 +39,15 @@ cdef void *exchange(Frame *frame) noexcept nogil:
     n = frame.results.n - 1
     if frame.arguments.n != n + 2 or frame.attributes.n != 1:
         return error_of(ffi, INVALID_ARGUMENT, b"bpsx: a call of bpsx_exchange that bpsx has not made")
-    call = new_call(<uint32_t>n, &of_xla, NULL)
+    call = new_call(<uint32_t>n, &of_xla, sizeof(Execution))
     if call == NULL:
         return error_of(ffi, RESOURCE_EXHAUSTED, b"bpsx: no memory for an operation")
-    call.context = frame.future = future_of(ffi)
-    if call.context == NULL:
+    made = <Execution *>call
+    made.future = frame.future = future_of(ffi)
+    if made.future == NULL:
         free_call(call)
         return error_of(ffi, INTERNAL, b"bpsx: XLA gives no future")
-    call.plan, call.plan_bytes = frame.attributes.values[0].data, frame.attributes.values[0].length
+    made.text, made.length = frame.attributes.values[0].data, frame.attributes.values[0].length
     call.rate = (<double *>frame.arguments.values[n].data)[0]
     memset(frame.results.values[n].data, 0, 4)
     for i in range(n):
@@ -62,13 +76,22 @@ cdef void take_buffers(Part *part, Buffer *source, Buffer *target) noexcept nogi
     part.dims, part.n_dims, part.dtype = source.dims, <int>source.n_dims, source.dtype
 
 
+cdef object plan_of(Call *call):
+    cdef Execution *made = <Execution *>call
+    text = made.text[:made.length]
+    plan = plans.get(text)
+    if plan is None:
+        plan = plans[text] = Plan(*json.loads(text), DTYPES)
+    return plan
+
+
 cdef void fail(Call *call, int code, const char *text) noexcept nogil:
-    call.error = error_of(ffi, code, text)
+    (<Execution *>call).error = error_of(ffi, code, text)
 
 
 cdef void settle(Call *call) noexcept nogil:
-    cdef void *future = call.context
-    cdef void *error = call.error
+    cdef void *future = (<Execution *>call).future
+    cdef void *error = (<Execution *>call).error
     end_call(call)
     complete(ffi, future, error)
 

@@ -11,14 +11,8 @@ cdef extern from "<dlfcn.h>" nogil:
     int dladdr(const void *address, Dl_info *found)
     int RTLD_LAZY, RTLD_NOLOAD
 
-cdef enum Code:                 # of a TF_Status: those that are used
-    OK = 0
-    INVALID_ARGUMENT = 3
-    DEADLINE_EXCEEDED = 4
-    RESOURCE_EXHAUSTED = 8
-    FAILED_PRECONDITION = 9
-    ABORTED = 10
-    INTERNAL = 13
+cdef enum:
+    OK = 0                      # of a TF_Status; others are those of Why in bpsx/calls.pxd
 
 cdef struct Api:
     # What an op is

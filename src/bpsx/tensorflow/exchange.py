@@ -12,9 +12,9 @@ from bpsx import _adapter
 from bpsx._adapter import check_flag
 from bpsx.choices import Params, check_params, choose
 from bpsx.errors import ConfigError
+from bpsx.momentum import Momentum
 from bpsx.tensorflow import xla
 from bpsx.tensorflow.compression import Compressor, NoneCompressor, check_compression
-from bpsx.tensorflow.momentum import Momentum
 from bpsx.tensorflow.names import names_of, own_names_of
 from bpsx.tensorflow.ops import check_summable
 from bpsx.tensorflow.raw import sums

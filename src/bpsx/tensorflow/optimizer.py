@@ -7,10 +7,10 @@ from typing import Any
 import tensorflow as tf
 
 from bpsx.choices import Params
+from bpsx.momentum import has_momentum
 from bpsx.tensorflow import v1
 from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.exchange import Exchange
-from bpsx.tensorflow.momentum import has_momentum
 from bpsx.tensorflow.reductions import averages
 
 

@@ -9,9 +9,9 @@ import tensorflow as tf
 from bpsx import _adapter
 from bpsx._adapter import checked_passes
 from bpsx.errors import ConfigError
+from bpsx.momentum import Momentum
 from bpsx.tensorflow.asynchronous import Weights
 from bpsx.tensorflow.exchange import Exchange, in_last
-from bpsx.tensorflow.momentum import Momentum
 from bpsx.tensorflow.names import names_of
 from bpsx.tensorflow.tracing import as_it_is
 
@@ -54,7 +54,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
     def __init__(self, optimizer: Any, name: str | None, use_locking: bool, exchange: Exchange, passes: int) -> None:
         super().__init__(name=name or f"Distributed{type(optimizer).__name__}", use_locking=use_locking)
         self._optimizer, self._exchange, self._weights = optimizer, exchange, Weights()
-        self._momentum = Momentum(optimizer, "_momentum", isinstance(optimizer, tf.compat.v1.train.MomentumOptimizer))
+        self._momentum = Momentum(optimizer, "_momentum", isinstance(optimizer, tf.compat.v1.train.MomentumOptimizer), "MomentumOptimizer")
         self._passes = Accumulated(passes) if passes > 1 else None
         self._last: Any = None      # whether the gradients that were computed last are complete
 

@@ -16,11 +16,11 @@ from bpsx import _adapter
 from bpsx._adapter import checked_passes
 from bpsx.choices import Params
 from bpsx.errors import ConfigError
+from bpsx.momentum import Momentum, has_momentum
 from bpsx.tensorflow.asynchronous import Weights
 from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.exchange import Exchange, in_last
 from bpsx.tensorflow.keras.checkpoint import Kept
-from bpsx.tensorflow.momentum import Momentum, has_momentum
 from bpsx.tensorflow.reductions import averages
 from bpsx.tensorflow.tracing import as_it_is
 
@@ -146,7 +146,7 @@ def adopt(optimizer: Any, exchange: Exchange, weights: Weights) -> Any:
 def _equip(optimizer: Any, exchange: Exchange, weights: Weights) -> None:
     """Give it what :class:`_Distributed` needs."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    momentum = inner.__dict__.get("_bpsx_momentum") or Momentum(inner, "momentum", isinstance(inner, keras.optimizers.SGD))
+    momentum = inner.__dict__.get("_bpsx_momentum") or Momentum(inner, "momentum", isinstance(inner, keras.optimizers.SGD), "SGD")
     optimizer.__dict__.update(_bpsx_exchange=exchange, _bpsx_weights=weights, _bpsx_momentum=momentum)
     if exchange.compresses:
         kept = inner.__dict__.get("_bpsx_kept") or Kept(exchange)

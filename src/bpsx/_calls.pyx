@@ -1,19 +1,18 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
-"""Calls of TensorFlow's and XLA's, to the core and back."""
+"""Calls of frameworks' engines, to the core and back."""
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int64_t, uint32_t, uintptr_t
 from libc.string cimport memcpy, memset
 
 from bpsx._adapter cimport Handle, Tell
 from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_init, notify_all, now_ns, unlock, wait_until
-from bpsx.tensorflow.c_api cimport ABORTED, DEADLINE_EXCEEDED, FAILED_PRECONDITION, INTERNAL, INVALID_ARGUMENT, RESOURCE_EXHAUSTED
-from bpsx.tensorflow.calls cimport (
-    TOLD, Call, Calls, Kernel, Part, enqueue, free_call, free_kernel, mark_failed, part_over, put_failed, put_over, wait_for_calls,
+from bpsx.calls cimport (
+    ABORTED, DEADLINE_EXCEEDED, FAILED_PRECONDITION, INTERNAL, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, TOLD, Call, Calls, Part, Waste, enqueue,
+    free_call, mark_failed, part_over, put_failed, put_over, wait_for_calls,
 )
 
 import _thread
 import atexit
-import json
 import logging
 import os
 
@@ -27,12 +26,7 @@ cdef Calls calls
 if monitor_init(&calls.monitor) != 0:
     raise MemoryError("cannot create a mutex")
 
-# Element types as callers number them, TensorFlow (DT_ in types.proto) and XLA's FFI -> the names of those that are summed
-cdef list SUMMED = [
-    {1: "float32", 2: "float64", 3: "int32", 4: "uint8", 6: "int8", 9: "int64", 14: "bfloat16", 19: "float16"},
-    {11: "float32", 12: "float64", 4: "int32", 6: "uint8", 2: "int8", 5: "int64", 16: "bfloat16", 10: "float16"},
-]
-# Exceptions as TensorFlow has them. Not UNAVAILABLE, which a tf.function turns into an internal error.
+# What exceptions are to callers. Not UNAVAILABLE, which a tf.function turns into an internal error.
 cdef list CODES = [
     (errors.NotInitializedError, FAILED_PRECONDITION), (errors.MismatchError, INVALID_ARGUMENT), (errors.StallError, DEADLINE_EXCEEDED),
     (errors.PeerLostError, ABORTED), (errors.PeerLeftError, ABORTED), (errors.ShutdownError, ABORTED), (errors.ConfigError, INVALID_ARGUMENT),
@@ -63,14 +57,14 @@ cdef void end_call(Call *call) noexcept nogil:
     put_over(&calls, call)
 
 
-cdef void forget_kernel(Kernel *kernel) noexcept nogil:
-    """Nobody will call it again. What it has of Python's has to wait for the GIL."""
-    if kernel.known_as == NULL:
-        free_kernel(kernel)
+cdef void throw_away(Waste *waste) noexcept nogil:
+    """Nobody needs it any more. What it has of Python's has to wait for the GIL."""
+    if waste.held == NULL:
+        waste.free(waste)
         return
     lock(&calls.monitor)
-    kernel.next = calls.forgotten
-    calls.forgotten = kernel
+    waste.next = calls.waste
+    calls.waste = waste
     unlock(&calls.monitor)
 
 
@@ -91,7 +85,7 @@ cdef void serve() noexcept with gil:
         lock(&calls.monitor)
         calls.served = False
         unlock(&calls.monitor)
-        logging.getLogger("bpsx.tensorflow").error("no thread can be started that begins calls, which wait until one can: %s", e)
+        logging.getLogger("bpsx").error("no thread can be started that begins calls, which wait until one can: %s", e)
 
 
 def _serve() -> None:
@@ -118,60 +112,50 @@ def _serve() -> None:
 
 
 cdef void bury() noexcept:
-    """Let go of what calls and kernels that are over have of Python's."""
+    """Let go of what calls that are over, and what has been thrown away, have of Python's."""
     cdef Call *call
     cdef Call *next_call
-    cdef Kernel *kernel
-    cdef Kernel *next_kernel
+    cdef Waste *waste
+    cdef Waste *next_waste
     cdef uint32_t i
     lock(&calls.monitor)
-    call, kernel = calls.over, calls.forgotten
-    calls.over, calls.forgotten = NULL, NULL
+    call, waste = calls.over, calls.waste
+    calls.over, calls.waste = NULL, NULL
     unlock(&calls.monitor)
     while call != NULL:
         next_call = call.next
         for i in range(call.n):
             if call.parts[i].handle != NULL:
                 Py_DECREF(<Handle>call.parts[i].handle)
+        if call.held != NULL:
+            Py_DECREF(<object>call.held)
         free_call(call)
         call = next_call
-    while kernel != NULL:
-        next_kernel = kernel.next
-        Py_DECREF(<object>kernel.known_as)
-        free_kernel(kernel)
-        kernel = next_kernel
+    while waste != NULL:
+        next_waste = waste.next
+        Py_DECREF(<object>waste.held)
+        waste.free(waste)
+        waste = next_waste
 
 
 cdef class Plan:
-    """What a call asks for: as an operation's attributes have it, or as text."""
 
-    cdef list names, priorities
-    cdef bint average
-    cdef int64_t root           # of a broadcast; -1: a sum
+    def __init__(self, names, priorities, average, root, dtypes):
+        self.names, self.priorities, self.average, self.root, self.dtypes = list(names), list(priorities), average, root, dict(dtypes)
 
 
-cdef dict plans = {}            # by their texts
+cdef class Kept:
+
+    def __dealloc__(self):
+        if self.what != NULL:
+            self.free(self.what)
 
 
-cdef Plan plan_of(Call *call):
-    cdef Plan plan
-    cdef Kernel *kernel = call.kernel
-    if kernel == NULL:
-        text = call.plan[:call.plan_bytes]
-        plan = plans.get(text)
-        if plan is None:
-            plan = Plan()
-            plan.names, plan.priorities, plan.average, plan.root = json.loads(text)
-            plans[text] = plan
-        return plan
-    if kernel.known_as == NULL:
-        plan = Plan()
-        plan.names = [kernel.names[i][:kernel.lengths[i]].decode() for i in range(kernel.n)]
-        plan.priorities = [kernel.priorities[i] for i in range(kernel.n)]
-        plan.average, plan.root = kernel.average, kernel.root if kernel.broadcasts else -1
-        Py_INCREF(plan)
-        kernel.known_as = <void *>plan
-    return <Plan>kernel.known_as
+cdef object keep(void *what, void (*free)(void *what) noexcept nogil):
+    """For handles, which keep what the transport may still be sending for as long as it does. ``what`` may be NULL."""
+    cdef Kept kept = Kept.__new__(Kept)
+    kept.what, kept.free = what, free
+    return kept
 
 
 cdef void begin(Call *call) noexcept:
@@ -180,7 +164,7 @@ cdef void begin(Call *call) noexcept:
     cdef Handle handle
     cdef Plan plan
     try:
-        plan = plan_of(call)
+        plan = <Plan?>call.caller.plan(call)
         session = _adapter.session()
         for i in range(call.n):
             handle = begin_part(session, plan, i, &call.parts[i])
@@ -198,7 +182,7 @@ cdef void begin(Call *call) noexcept:
 
 cdef begin_part(session, Plan plan, uint32_t i, Part *part):
     shape = tuple([part.dims[d] for d in range(part.n_dims)])
-    dtype = SUMMED[part.call.caller.numbering].get(part.dtype, "")
+    dtype = plan.dtypes.get(part.dtype, "")
     if not dtype:       # of a broadcast, to which elements are bytes
         size = 1
         for length in shape:
@@ -255,7 +239,7 @@ cdef void give_up(Call *call) noexcept nogil:
 
 
 cdef void tell_failed(Call *call) noexcept:
-    """The first error is what TensorFlow is told."""
+    """The first error is what its caller is told."""
     if call.failed != TOLD:
         try:
             error = (<Handle>call.parts[call.failed - 1].handle).error()

@@ -1,26 +1,21 @@
-# One execution of an op: its tensors, who is to be told, and the queues in which it waits for the GIL.
+# One call of a framework's engine: its tensors, who is to be told, and the queues in which it waits for the GIL.
 from libc.stdint cimport int64_t, uint32_t
-from libc.stdlib cimport calloc, free
+from libc.stdlib cimport calloc, free, malloc
 
 from bpsx._adapter cimport Tell
 from bpsx.core.sync cimport Monitor, atomic_add, lock, notify_all, unlock, wait
-from bpsx.tensorflow.c_api cimport Api, Done
 
 cdef enum:
     FEW_DIMS = 6
     TOLD = -1
 
-cdef struct Kernel:             # an op as it stands in a graph, or as eager calls with these attributes share it
-    uint32_t n                  # tensors
-    bint broadcasts
-    bint average
-    int64_t root
-    int64_t *priorities
-    char **names                # UTF-8, not ended
-    size_t *lengths
-    char *storage
-    void *known_as              # the names as a list of str, once they have been needed
-    Kernel *next                # forgotten by TensorFlow before
+cdef enum Why:                  # a call has failed: Abseil's codes, which TensorFlow and XLA have
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    INTERNAL = 13
 
 cdef struct Part:
     Tell tell                   # first: what the core calls knows its part by it
@@ -31,34 +26,34 @@ cdef struct Part:
     int dtype                   # as the caller numbers them
     int n_dims
     const int64_t *dims
-    int64_t few[FEW_DIMS]       # ... where they are, if they are few; else in memory of their own
-    void *given                 # TF_Tensor of the source, if it is not the target's
-    void *made                  # TF_Tensor of the target
+    int64_t few[FEW_DIMS]       # ... where they are, if they are few; see also room_for_dims
+    void *given                 # what the caller holds of the source, if it is not the target's
+    void *made                  # ... and of the target
     void *handle                # the Handle; NULL: has not begun
 
-# Who is told; without the GIL, but for one.
+# A kind of callers. Without the GIL, but for those that say so.
 cdef struct Caller:
+    object (*plan)(Call *call)                      # with the GIL: the Plan of what is asked for
     void (*fail)(Call *call, int code, const char *text) noexcept nogil    # before `settle`
     void (*settle)(Call *call) noexcept nogil       # it is over: tensors and plan are the caller's again, who ends the call
     void (*keep)(Call *call) noexcept               # with the GIL: it has failed; handles shall keep what the transport may still read
     void (*leave)(Call *call) noexcept nogil        # the same when Python ends: for ever
     bint goes_first                                 # there are no such two: what is pushed has to be a copy
-    int numbering               # of element types: 0 TensorFlow's, 1 XLA's
 
-cdef struct Call:
+cdef struct Call:               # first in what a caller has of its own
     const Caller *caller
-    void *context               # TensorFlow's, for an operation; XLA's future
-    void *error                 # XLA's
-    Done done
-    Kernel *kernel              # what is asked for: TensorFlow's to forget once it has been told that the call is over; NULL: `plan`
-    const char *plan            # ... as text, see xla.py
-    size_t plan_bytes
+    void *held                  # an object that is needed as long as the call; or NULL
     double rate
     int64_t left                # parts under way, and one for who begins them
     int64_t failed              # TOLD: its caller knows; else the part that has failed, counted from 1; 0: none
     uint32_t n                  # parts
     Part *parts
     Call *next
+
+cdef struct Waste:              # first in what is to be freed when there is the GIL: it holds an object
+    void *held
+    void (*free)(Waste *waste) noexcept nogil
+    Waste *next
 
 cdef struct Calls:
     Monitor monitor             # guards all of this
@@ -69,12 +64,12 @@ cdef struct Calls:
     int64_t ended               # Python ends, and nobody begins them
     bint served                 # somebody does
     Call *over                  # of which only the handles are left
-    Kernel *forgotten
+    Waste *waste
 
 
-cdef inline Call *new_call(uint32_t n, const Caller *caller, void *context) noexcept nogil:
-    """NULL: no memory."""
-    cdef Call *call = <Call *>calloc(1, sizeof(Call))
+cdef inline Call *new_call(uint32_t n, const Caller *caller, size_t n_bytes) noexcept nogil:
+    """At the beginning of ``n_bytes`` of zeros, the caller's. NULL: no memory."""
+    cdef Call *call = <Call *>calloc(1, n_bytes)
     cdef uint32_t i
     if call == NULL:
         return NULL
@@ -82,7 +77,7 @@ cdef inline Call *new_call(uint32_t n, const Caller *caller, void *context) noex
     if call.parts == NULL:
         free(call)
         return NULL
-    call.caller, call.context, call.rate = caller, context, -1.0
+    call.caller, call.rate = caller, -1.0
     call.n, call.left = n, n + 1
     for i in range(n):
         call.parts[i].call = call
@@ -90,33 +85,27 @@ cdef inline Call *new_call(uint32_t n, const Caller *caller, void *context) noex
     return call
 
 
+cdef inline int64_t *room_for_dims(Part *part) noexcept nogil:
+    """Where its ``n_dims`` dimensions can be put, until :func:`drop_dims`. NULL, and it has none: no memory."""
+    cdef int64_t *more = part.few
+    if part.n_dims > FEW_DIMS:
+        more = <int64_t *>malloc(part.n_dims * sizeof(int64_t))
+        if more == NULL:
+            part.n_dims = 0
+            return NULL
+        part.dims = more
+    return more
+
+
+cdef inline void drop_dims(Part *part) noexcept nogil:
+    if part.dims != part.few:
+        free(<void *>part.dims)
+        part.dims = part.few
+
+
 cdef inline void free_call(Call *call) noexcept nogil:
     free(call.parts)
     free(call)
-
-
-cdef inline void drop_tensors(Api *api, Call *call) noexcept nogil:
-    """Let go of TensorFlow's tensors, but for those that somebody else has taken over."""
-    cdef Part *part
-    cdef uint32_t i
-    for i in range(call.n):
-        part = &call.parts[i]
-        if part.given != NULL:
-            api.delete_tensor(part.given)
-        if part.made != NULL:
-            api.delete_tensor(part.made)
-        if part.dims != part.few and call.kernel != NULL:
-            free(<void *>part.dims)
-            part.dims = part.few
-        part.given = part.made = NULL
-
-
-cdef inline void free_kernel(Kernel *kernel) noexcept nogil:
-    free(kernel.priorities)
-    free(kernel.names)
-    free(kernel.lengths)
-    free(kernel.storage)
-    free(kernel)
 
 
 cdef inline bint enqueue(Calls *calls, Call *call) noexcept nogil:

@@ -9,7 +9,7 @@ from typing import Any
 from bpsx import _adapter
 from bpsx.errors import ConfigError
 
-_WHAT = "DistributedOptimizer: compression_params: momentum='nesterov'"
+_WHAT = "compression_params: momentum='nesterov'"
 
 
 def has_momentum(optimizer: Any, attribute: str = "momentum") -> bool:
@@ -23,13 +23,22 @@ def _is_one(value: Any) -> bool:
 
 class Momentum:
     """Of one optimizer. ``attribute`` is where it has it; ``of_gradients``: whether it is that of gradients, so that compression can have it in its
-    place. One thread at a time, but for :meth:`off`, in which the threads of replicas are together."""
+    place; ``where_it_is``: such optimizers. One thread at a time, but for :meth:`off`, in which the threads of replicas are together."""
 
-    def __init__(self, optimizer: Any, attribute: str, of_gradients: bool) -> None:
-        self._optimizer, self._attribute, self._of_gradients = optimizer, attribute, of_gradients
+    def __init__(self, optimizer: Any, attribute: str, of_gradients: bool, where_it_is: str) -> None:
+        self._optimizer, self._attribute, self._of_gradients, self._where_it_is = optimizer, attribute, of_gradients, where_it_is
         self._taken = 0.0           # what it was when compression took it over
         self._stays = False         # some variables' gradients get none on the way
         self._stepping = 0
+
+    @property
+    def has_value(self) -> bool:
+        """Whether the optimizer has any."""
+        return _is_one(self.value)
+
+    def follow(self, optimizer: Any) -> None:
+        """Another optimizer has taken that one's place."""
+        self._optimizer = optimizer
 
     @property
     def value(self) -> Any:
@@ -50,8 +59,8 @@ class Momentum:
         if not _is_one(value) or len(without) == len(names) and not self._taken:
             return
         if not self._of_gradients:
-            raise ConfigError(f"{_WHAT} cannot take the place of {own}'s momentum ({value}), which is not that of gradients; with SGD's (v1: "
-                              "MomentumOptimizer's) it can. Leave momentum out here or there")
+            raise ConfigError(f"{_WHAT} cannot take the place of {own}'s momentum ({value}), which is not that of gradients; with that of "
+                              f"{self._where_it_is} it can. Leave momentum out here or there")
         if not isinstance(value, (int, float)):
             raise ConfigError(f"{_WHAT} takes the place of {own}'s momentum, which is a {type(value).__name__}: give a number")
         if without or stays:

@@ -1,0 +1,44 @@
+"""bpsx for MXNet: ``import bpsx.mxnet as bps``, before MXNet itself, which then works with today's NumPy.
+
+BytePS's names and arguments: a script for ``byteps.mxnet`` runs with the import changed.
+"""
+
+from __future__ import annotations
+
+from bpsx.mxnet import importing as _importing
+
+_importing.prepare()
+try:
+    import mxnet as _mx  # noqa: F401
+except ModuleNotFoundError as _error:
+    if _error.name != "mxnet":
+        raise
+    raise ImportError("bpsx.mxnet needs MXNet 1.9.1: pip install mxnet==1.9.1", name="mxnet") from None
+
+from bpsx.mxnet import library as _library  # noqa: E402
+
+_library.load()
+
+from bpsx.api import (  # noqa: E402
+    barrier,
+    get_pushpull_speed,
+    init,
+    join,
+    local_rank,
+    local_size,
+    rank,
+    resume,
+    shutdown,
+    size,
+    suspend,
+)
+from bpsx.mxnet.broadcast import broadcast_parameters  # noqa: E402
+from bpsx.mxnet.compression import Compression  # noqa: E402
+from bpsx.mxnet.ops import UnsupportedTensor, byteps_declare_tensor, byteps_push_pull  # noqa: E402
+from bpsx.mxnet.optimizer import DistributedOptimizer  # noqa: E402
+from bpsx.mxnet.trainer import DistributedTrainer  # noqa: E402
+
+__all__ = [
+    "Compression", "DistributedOptimizer", "DistributedTrainer", "UnsupportedTensor", "barrier", "broadcast_parameters", "byteps_declare_tensor",
+    "byteps_push_pull", "get_pushpull_speed", "init", "join", "local_rank", "local_size", "rank", "resume", "shutdown", "size", "suspend",
+]

@@ -1,0 +1,16 @@
+"""push_pull and broadcast as asynchronous operations of MXNet's engine."""
+
+from collections.abc import Mapping
+
+from bpsx._calls import Plan
+
+def load(found: Mapping[str, int]) -> None:
+    """Use these addresses of MXNet's functions, by the names of ``Api`` in ``_pushes.pyx``."""
+
+def push(array: int, turn: int, plan: Plan, rate: float, priority: int) -> None:
+    """Have the engine do what ``plan`` asks for to the NDArray whose handle is ``array``, when what writes to it before has been done.
+
+    ``turn``: the handle of another one, which all operations of one name write to: that is their order. ``rate``: the learning rate, negative where
+    there is none; ``priority``: within the engine. What goes wrong later is raised where the array is waited for. Raises
+    :class:`~bpsx.errors.BpsxError` if the engine does not take it.
+    """

@@ -1,0 +1,189 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+"""push_pull and broadcast as asynchronous operations of MXNet's engine."""
+from cpython.ref cimport Py_DECREF, Py_INCREF
+from libc.stdint cimport int64_t, uint32_t, uintptr_t
+
+from bpsx._adapter cimport Handle
+from bpsx._calls cimport Plan, end_call, keep, python_ends, submit
+from bpsx.calls cimport ABORTED, INTERNAL, RESOURCE_EXHAUSTED, Call, Caller, Part, drop_dims, free_call, new_call, room_for_dims
+
+from bpsx.errors import BpsxError
+
+cdef enum:
+    CPU = 1                     # of Context.kind
+    ASYNCHRONOUS = 4            # the engine is told when the operation is over, and keeps no thread for it
+
+cdef struct Context:            # where an operation runs
+    int kind
+    int index
+
+cdef struct Told:               # mxnet::Engine's CallbackOnComplete: whom to tell that an operation is over. No error: NULL
+    void (*function)(void *engine, void *operation, const void *error) noexcept nogil
+    void *engine
+    void *operation
+
+cdef struct Error:              # std::runtime_error, of which MXNet's dmlc::Error has nothing but the name
+    void *parts[2]
+
+cdef struct Push:
+    Call call                   # first
+    void *array                 # a handle of its own, so that the memory stays
+    Told done
+    Error error
+    bint failed
+
+# MXNet's C API, and two functions of C++'s library; by the names in library.py.
+cdef struct Api:
+    int (*copy)(void *array, void **made) noexcept nogil
+    int (*free)(void *array) noexcept nogil
+    int (*data)(void *array, void **data) noexcept nogil
+    int (*shape)(void *array, int *n_dims, const int64_t **dims) noexcept nogil
+    int (*dtype)(void *array, int *dtype) noexcept nogil
+    void (*reorder)(void *array) noexcept nogil
+    int (*push)(void (*run)(void *where, void *done, void *parameter) noexcept nogil, void *parameter, void *deleter, Context *context, void **read,
+                int n_read, void **written, int n_written, int *kind, int priority, const char *name, bint waits) noexcept nogil
+    const char *(*last_error)() noexcept nogil
+    void (*make_error)(Error *where, const char *text) noexcept nogil
+    void (*drop_error)(Error *where) noexcept nogil
+
+cdef Api api
+cdef Caller of_engine
+of_engine.plan, of_engine.fail, of_engine.settle, of_engine.keep, of_engine.leave = plan_of, fail, settle, keep_array, leave_array
+
+
+def load(found) -> None:
+    """Use these addresses, by the names of :class:`Api`."""
+    cdef uintptr_t copy = found["copy"], free_ = found["free"], data = found["data"], shape = found["shape"], dtype = found["dtype"]
+    cdef uintptr_t reorder = found["reorder"], push_ = found["push"], last_error = found["last_error"]
+    cdef uintptr_t make_error = found["make_error"], drop_error = found["drop_error"]
+    api.copy = <int (*)(void *, void **) noexcept nogil>copy
+    api.free = <int (*)(void *) noexcept nogil>free_
+    api.data = <int (*)(void *, void **) noexcept nogil>data
+    api.shape = <int (*)(void *, int *, const int64_t **) noexcept nogil>shape
+    api.dtype = <int (*)(void *, int *) noexcept nogil>dtype
+    api.reorder = <void (*)(void *) noexcept nogil>reorder
+    api.push = <int (*)(void (*)(void *, void *, void *) noexcept nogil, void *, void *, Context *, void **, int, void **, int, int *, int,
+                        const char *, bint) noexcept nogil>push_
+    api.last_error = <const char *(*)() noexcept nogil>last_error
+    api.make_error = <void (*)(Error *, const char *) noexcept nogil>make_error
+    api.drop_error = <void (*)(Error *) noexcept nogil>drop_error
+
+
+def push(uintptr_t array, uintptr_t turn, Plan plan not None, double rate, int priority) -> None:
+    cdef void *written[2]
+    cdef Context context
+    cdef int kind = ASYNCHRONOUS, status
+    cdef Push *made = <Push *>new_call(<uint32_t>len(plan.names), &of_engine, sizeof(Push))
+    if made == NULL:
+        raise MemoryError("bpsx: no memory for an operation")
+    Py_INCREF(plan)
+    made.call.held, made.call.rate = <void *>plan, rate
+    context.kind, context.index = CPU, 0
+    with nogil:
+        status = api.copy(<void *>array, &made.array)
+        if status == 0:
+            # What MKL-DNN has made has a layout of its own, and asking for memory would wait, in the engine's thread, for the engine.
+            api.reorder(made.array)
+            written[0], written[1] = made.array, <void *>turn
+            status = api.push(run, made, NULL, &context, NULL, 0, written, 2, &kind, priority, b"bpsx", False)
+            if status != 0:
+                api.free(made.array)
+    if status != 0:
+        Py_DECREF(plan)
+        free_call(&made.call)
+        raise BpsxError(f"MXNet does not take an operation: {api.last_error().decode(errors='replace')}")
+
+
+cdef object plan_of(Call *call):
+    return <object>call.held
+
+
+# ---- in the engine
+
+cdef void run(void *where, void *done, void *parameter) noexcept nogil:
+    """All that the array depends on is there. Any of the engine's threads, or the one that pushes."""
+    cdef Push *made = <Push *>parameter
+    made.done = (<Told *>done)[0]
+    if python_ends():
+        fail(&made.call, ABORTED, b"bpsx: Python is ending, and with it all exchange")
+    elif made.call.n > 0:
+        take_array(made)
+    if made.failed:
+        settle(&made.call)
+    else:
+        submit(&made.call)
+
+
+cdef void take_array(Push *made) noexcept nogil:
+    cdef Part *part = &made.call.parts[0]
+    cdef const int64_t *dims = NULL         # this thread's, until its next call
+    cdef int64_t *ours
+    cdef void *data = NULL
+    cdef int d
+    if api.shape(made.array, &part.n_dims, &dims) != 0 or api.dtype(made.array, &part.dtype) != 0 or api.data(made.array, &data) != 0:
+        fail(&made.call, INTERNAL, api.last_error())
+        return
+    ours = room_for_dims(part)
+    if ours == NULL:
+        fail(&made.call, RESOURCE_EXHAUSTED, b"bpsx: no memory for an operation")
+        return
+    part.n_bytes = size_of(part.dtype)
+    for d in range(part.n_dims):
+        ours[d] = dims[d]
+        part.n_bytes *= dims[d]
+    part.source = part.target = <char *>data
+    if data == NULL and part.n_bytes:
+        fail(&made.call, INTERNAL, b"bpsx: the array has no memory yet: give it values first")
+
+
+cdef inline size_t size_of(int dtype) noexcept nogil:
+    """Bytes of an element, as mshadow numbers them: float32, float64, float16, uint8, int32, int8, int64, bool, int16, uint16, uint32, uint64,
+    bfloat16."""
+    if dtype == 1 or dtype == 6 or dtype == 11:
+        return 8
+    if dtype == 0 or dtype == 4 or dtype == 10:
+        return 4
+    return 1 if dtype == 3 or dtype == 5 or dtype == 7 else 2
+
+
+# ---- back to the engine
+
+cdef void fail(Call *call, int code, const char *text) noexcept nogil:
+    cdef Push *made = <Push *>call
+    api.make_error(&made.error, text)
+    made.failed = True
+
+
+cdef void settle(Call *call) noexcept nogil:
+    cdef Push *made = <Push *>call
+    cdef Told done = made.done
+    cdef Error error = made.error       # it may be moved
+    cdef bint failed = made.failed
+    cdef void *array = made.array
+    cdef uint32_t i
+    for i in range(call.n):
+        drop_dims(&call.parts[i])
+    end_call(call)
+    done.function(done.engine, done.operation, &error if failed else NULL)
+    if failed:
+        api.drop_error(&error)          # the engine has made a copy
+    if array != NULL:
+        api.free(array)
+
+
+cdef void free_array(void *array) noexcept nogil:
+    api.free(array)
+
+
+cdef void keep_array(Call *call) noexcept:
+    """Have the handle keep the array, which the transport may still read, for as long as it does."""
+    cdef Push *made = <Push *>call
+    cdef Handle handle
+    if call.n > 0 and call.parts[0].handle != NULL:
+        handle = <Handle>call.parts[0].handle
+        handle.owner = handle.owner, keep(made.array, free_array)
+        made.array = NULL
+
+
+cdef void leave_array(Call *call) noexcept nogil:
+    (<Push *>call).array = NULL

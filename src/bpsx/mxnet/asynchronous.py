@@ -1,0 +1,34 @@
+"""Asynchronous training: a worker steps on its own gradients, and the change of the weights is what travels."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from bpsx import _adapter
+from bpsx.mxnet.ops import check_array, overwrite
+
+PREFIX = "Async."
+
+
+class Weights:
+    """Moves the weights of one optimizer. The servers hold them: worker 0's, before the first step, for which all workers wait; no later step waits
+    for anybody. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._seeded: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()        # by session
+
+    def step(self, update: Callable[[], Any], weights: Mapping[str, Sequence[Any]]) -> None:
+        """Let ``update`` change ``weights`` (by name, the copies on each device), push by how much, and put there what the servers have then."""
+        seeded = self._seeded.setdefault(_adapter.session(), set())
+        for name, copies in weights.items():
+            check_array(copies[0], f"weight {name!r}")
+            if name not in seeded:
+                overwrite(copies, PREFIX + name, root=0)
+                seeded.add(name)
+        before = {name: copies[0].copy() for name, copies in weights.items()}
+        update()
+        for i, (name, copies) in enumerate(weights.items()):
+            copies[0][:] -= before[name]
+            overwrite(copies, PREFIX + name, priority=-i)

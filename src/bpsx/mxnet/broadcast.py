@@ -1,0 +1,46 @@
+"""broadcast_parameters: all workers begin with one worker's values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mxnet as mx
+
+from bpsx import _adapter
+from bpsx._adapter import checked_root
+from bpsx.errors import ConfigError
+from bpsx.mxnet.ops import check_array, overwrite
+
+PREFIX = "Parameter."
+
+
+def broadcast_parameters(params: Mapping[str, Any], root_rank: int = 0) -> None:
+    """Overwrite all values of ``params`` with worker ``root_rank``'s, and wait until they are there.
+
+    ``params``: a mapping from names to NDArrays of any dtype (what ``Module.get_params()`` gives, each of the two), or to gluon's Parameters (what
+    ``collect_params()`` gives), which :class:`DistributedTrainer` broadcasts by itself. Names, shapes and dtypes have to be the same on all workers.
+    Raises :class:`~bpsx.errors.ConfigError`, :class:`UnsupportedTensor`, :class:`mxnet.MXNetError`.
+    """
+    verb = "broadcast_parameters"
+    if not isinstance(params, (Mapping, mx.gluon.ParameterDict)):
+        raise ConfigError(f"{verb}: params is a {type(params).__name__}; a mapping from names to NDArrays or Parameters is needed")
+    root = checked_root(root_rank, verb, _adapter.session().size)
+    arrays = {name: copies_of(value, f"{verb}: {name!r}") for name, value in params.items()}
+    for name in sorted(arrays):
+        overwrite(arrays[name], PREFIX + name, root=root)
+    for copies in arrays.values():
+        for array in copies:
+            array.wait_to_read()
+
+
+def copies_of(value: Any, what: str) -> list[Any]:
+    """The arrays that hold it: of a Parameter one on each of its devices."""
+    if not isinstance(value, mx.gluon.Parameter):
+        check_array(value, what)
+        return [value]
+    try:
+        return list(value.list_data())
+    except mx.gluon.parameter.DeferredInitializationError:
+        raise ConfigError(f"{what} has no shape yet: compute something with the network first, or leave it to DistributedTrainer, which broadcasts "
+                          "when there is one") from None

@@ -1,0 +1,110 @@
+"""The gradients of one Trainer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mxnet as mx
+
+from bpsx import _adapter
+from bpsx.choices import Params, check_params, choose
+from bpsx.errors import ConfigError
+from bpsx.momentum import Momentum
+from bpsx.mxnet.names import name_of
+from bpsx.mxnet.ops import overwrite, submit
+
+PREFIX = "Gradient."
+#: Under this, with the first Parameter's name, workers count who has which gradients.
+USERS = "Users of gradients from "
+_VERB = "DistributedTrainer"
+
+
+class Exchange:
+    """Sums gradients over a worker's devices and over all workers, in place. ``params``: ``compression_params``. Not thread-safe.
+
+    Raises :class:`ConfigError`.
+    """
+
+    def __init__(self, parameters: Sequence[Any], params: Params, momentum: Momentum) -> None:
+        check_params(params, _VERB, momentum.has_value)
+        self._params, self._momentum = params, momentum
+        self._parameters, self._names = list(parameters), [name_of(p) for p in parameters]
+        self.choices: dict[str, _adapter.Compression] = {}      # by name, of those that are compressed
+        self._declared: weakref.WeakSet[Any] = weakref.WeakSet()        # sessions
+        self._begun = False
+        self._loaded: dict[str, Any] = {}
+
+    @property
+    def compresses(self) -> bool:
+        """Whether compression may keep anything of gradients."""
+        return bool(self._params)
+
+    def check_async(self) -> None:
+        """Raise :class:`ConfigError` if gradients were to be compressed, where changes of weights travel in their place."""
+        if self._params:
+            raise ConfigError(f"{_VERB}: with BYTEPS_ENABLE_ASYNC=1 servers add what is pushed to weights, in their own type: leave "
+                              "compression_params out")
+
+    def of(self, i: int) -> _adapter.Compression | None:
+        """How the gradient of the i-th Parameter is compressed, if it is."""
+        return self.choices.get(self._names[i])
+
+    def declare(self) -> None:
+        """Say how gradients travel, once in a job. Raises :class:`ConfigError`."""
+        session = _adapter.session()
+        if session in self._declared:
+            return
+        trained = [name for name, p in zip(self._names, self._parameters, strict=True) if p.grad_req != "null"]
+        self.choices = choose(self._params, trained, _VERB, self._momentum.by_name(trained))
+        self._momentum.take_over(trained, self.choices)
+        for name in trained:
+            session.declare(PREFIX + name, self.choices.get(name), anew=not self._begun)
+        self._declared.add(session)
+        self._begun = True
+        self._put_back()
+
+    def __call__(self, rate: float, absent: Sequence[int] = ()) -> None:
+        """Begin to exchange all gradients but those of the Parameters with the numbers ``absent``, the first ones the most urgent."""
+        self.declare()
+        for i, parameter in enumerate(self._parameters):
+            if parameter.grad_req == "null" or i in absent:
+                continue
+            gradients = parameter.list_grad()
+            with mx.autograd.pause():
+                for other in gradients[1:]:
+                    gradients[0] += other.as_in_context(gradients[0].context)
+            overwrite(gradients, PREFIX + self._names[i], priority=-i, rate=rate)
+
+    def agree_on_users(self) -> list[int]:
+        """Have workers that have no new gradient of a Parameter push zeros, where others have one. Returns the numbers of those that nobody has."""
+        own = [p.grad_req != "null" and any(data._fresh_grad for data in p.list_data()) for p in self._parameters]
+        counts = mx.nd.array(own, dtype="int32", ctx=mx.cpu())
+        submit(counts, USERS + self._names[0])
+        users = counts.asnumpy()
+        for parameter, has, count in zip(self._parameters, own, users, strict=True):
+            if count and not has:
+                for data, gradient in zip(parameter.list_data(), parameter.list_grad(), strict=True):
+                    gradient[:] = 0
+                    data._fresh_grad = True
+        return [i for i, count in enumerate(users) if not count]
+
+    # ---- for checkpoints
+
+    def kept(self) -> dict[str, Any]:
+        """What compression keeps of these gradients, see :meth:`bpsx.compressing.Compressing.save`, by their Parameters' numbers."""
+        places = {PREFIX + name: str(i) for i, name in enumerate(self._names)}
+        return {**self._loaded, **{places[wire]: state for wire, state in _adapter.session().compressing.save(places).items()}}
+
+    def put_back(self, saved: Mapping[str, Any]) -> None:
+        """Go on with what :meth:`kept` has given, now or when they are first exchanged; what is not in it begins anew."""
+        self._loaded = dict(saved)
+        if _adapter.session() in self._declared:
+            _adapter.session().compressing.forget([PREFIX + name for i, name in enumerate(self._names) if str(i) not in saved])
+            self._put_back()
+
+    def _put_back(self) -> None:
+        ready = {PREFIX + name: self._loaded.pop(str(i)) for i, name in enumerate(self._names) if str(i) in self._loaded}
+        if ready:
+            _adapter.session().compressing.restore(ready)

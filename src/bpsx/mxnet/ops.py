@@ -1,0 +1,145 @@
+"""push_pull and broadcast of NDArrays, in place and in the order of MXNet's engine."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import mxnet as mx
+
+from bpsx import _adapter
+from bpsx._adapter import check_flag, check_name, check_priority
+from bpsx._calls import Plan
+from bpsx.dtypes import BY_NAME, UnsupportedDType
+from bpsx.errors import BpsxError, ConfigError, PeerLostError
+from bpsx.mxnet import _pushes
+
+#: Element types that are summed, by mshadow's numbers.
+_SUMMED = {0: "float32", 1: "float64", 2: "float16", 3: "uint8", 4: "int32", 5: "int8", 6: "int64", 12: "bfloat16"}
+#: Kinds of devices whose memory is the host's.
+HOST = ("cpu", "cpu_pinned", "cpu_shared")
+#: BytePS's keys of a tensor's compression, and ours.
+_KEYS = {
+    "compressor_type": "compressor", "compressor_k": "k", "compressor_onebit_scaling": "scaling", "ef_type": "ef", "momentum_type": "momentum",
+    "momentum_mu": "mu", "seed": "seed", "dithering_partition": "partition", "dithering_normalize": "normalize",
+}
+_CHOICES = {"dithering_partition": ("linear", "natural"), "dithering_normalize": ("max", "l2")}
+#: By name: what all operations of that name write to, so that the engine executes them in the order in which they were given to it.
+_turns: dict[str, Any] = {}
+_lock = threading.Lock()
+
+
+class UnsupportedTensor(BpsxError, TypeError):
+    """Not an NDArray, or a sparse one."""
+
+
+def check_array(array: Any, what: str) -> None:
+    """Raise :class:`UnsupportedTensor` for anything but a dense NDArray."""
+    if not isinstance(array, mx.nd.NDArray):
+        raise UnsupportedTensor(f"{what}: a mxnet.nd.NDArray is needed, not {type(array).__name__}")
+    if array.stype != "default":
+        raise UnsupportedTensor(f"{what}: an NDArray of stype {array.stype!r} cannot be sent: give array.tostype('default')")
+
+
+def check_summable(array: Any, what: str) -> None:
+    """Raise :class:`~bpsx.dtypes.UnsupportedDType` for elements that cannot be summed."""
+    if mx.nd.ndarray._DTYPE_NP_TO_MX.get(_type_of(array)) not in _SUMMED:
+        raise UnsupportedDType(f"{what}: dtype {_type_of(array)} cannot be summed; allowed: {', '.join(BY_NAME)}")
+
+
+def _type_of(array: Any) -> Any:
+    dtype = array.dtype
+    return dtype if isinstance(dtype, type) else getattr(dtype, "type", dtype)
+
+
+@functools.lru_cache(4096)
+def _plan(name: str, priority: int, average: bool, root: int) -> Plan:
+    return Plan([name], [priority], average, root, _SUMMED)
+
+
+def _turn(name: str) -> Any:
+    with _lock:
+        if name not in _turns:
+            _turns[name] = mx.nd.zeros((1,), ctx=mx.cpu())
+        return _turns[name]
+
+
+def submit(array: Any, name: str, *, average: bool = False, root: int = -1, priority: int = 0, rate: float = -1.0) -> None:
+    """Have the engine overwrite ``array``, when it is complete, with the sum or average of all workers', or with worker ``root``'s. Returns at once.
+
+    Raises :class:`~bpsx.errors.NotInitializedError`; and :class:`~bpsx.errors.PeerLostError` where the job is known to have failed.
+    """
+    failure = _adapter.session().failure
+    if failure:
+        raise PeerLostError(failure)
+    # Elsewhere it is copied here and back, both by the engine.
+    here = array if array.context.device_type in HOST else array.as_in_context(mx.cpu())
+    with mx.autograd.pause():
+        _pushes.push(here.handle.value, _turn(name).handle.value, _plan(name, priority, average, root), rate, priority)
+        if here is not array:
+            here.copyto(array)
+
+
+def overwrite(copies: Sequence[Any], name: str, *, root: int = -1, priority: int = 0, rate: float = -1.0) -> None:
+    """:func:`submit` of the first of a worker's copies, and the others become the same."""
+    submit(copies[0], name, root=root, priority=priority, rate=rate)
+    with mx.autograd.pause():
+        for other in copies[1:]:
+            copies[0].copyto(other)
+
+
+def byteps_push_pull(tensor: mx.nd.NDArray, version: int = 0, priority: int = 0, name: str | None = None, is_average: bool = True) -> None:
+    """Overwrite ``tensor`` with the average (or sum) over all workers.
+
+    An operation of MXNet's engine: it returns at once, begins when what writes to ``tensor`` before has been done, and what reads it afterwards waits
+    for it. ``tensor``: dense, of a dtype in :data:`bpsx.dtypes.DTYPES`, any shape; on a GPU it is copied to the host and back. Workers must agree on
+    name, shape, dtype and reduction; operations of one name are executed in the order of the calls. Without a ``name`` a call is known by dtype and
+    shape. Integers round down. Larger ``priority`` goes first. ``version`` is BytePS's and ignored. In asynchronous training: adds to the servers'
+    value of ``name``, and gives that.
+
+    Raises :class:`UnsupportedTensor`, :class:`~bpsx.dtypes.UnsupportedDType`, :class:`~bpsx.errors.ConfigError`,
+    :class:`~bpsx.errors.NotInitializedError`. What goes wrong later is a :class:`mxnet.MXNetError`, with bpsx's text, where the array, or what is
+    computed from it, is waited for. Thread-safe.
+    """
+    check_name(name, "byteps_push_pull")
+    check_flag(is_average, "is_average", "byteps_push_pull")
+    check_priority(priority, "byteps_push_pull")
+    what = f"byteps_push_pull of {name!r}" if name else "byteps_push_pull"
+    check_array(tensor, what)
+    check_summable(tensor, what)
+    wire = name or f"byteps_push_pull.noname.{_type_of(tensor).__name__}.{tuple(tensor.shape)}"
+    submit(tensor, wire, average=bool(is_average), priority=int(priority))
+
+
+def byteps_declare_tensor(name: str, **kwargs: Any) -> int:
+    """Fix the place of ``name`` in the order of declaration; returns it (0, 1, …).
+
+    ``kwargs``: how its sums are compressed, by BytePS's keys (``byteps_compressor_type``, …; texts are as good as numbers), or ours, as in
+    :doc:`docs/compression.md`. The same on all workers. Raises :class:`~bpsx.errors.ConfigError`.
+    """
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"byteps_declare_tensor: name={name!r}: a string is needed")
+    params = dict(_said(key.removeprefix("byteps_"), value) for key, value in kwargs.items())
+    return int(_adapter.session().declare(name, _adapter.compression(params, f"byteps_declare_tensor of {name!r}") if params else None))
+
+
+def _said(key: str, value: Any) -> tuple[str, Any]:
+    """A key and value of BytePS's as one of ours."""
+    if key in _CHOICES and str(value) in ("0", "1"):
+        value = _CHOICES[key][int(value)]
+    elif isinstance(value, str) and key == "compressor_onebit_scaling" and value.lower() in ("true", "false"):
+        value = value.lower() == "true"
+    elif isinstance(value, str) and key in ("compressor_k", "momentum_mu", "seed"):
+        value = _number(value)
+    return _KEYS.get(key, key), value
+
+
+def _number(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

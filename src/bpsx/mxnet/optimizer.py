@@ -1,0 +1,87 @@
+"""DistributedOptimizer: for the Module API and loops without a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mxnet as mx
+
+from bpsx import _adapter
+from bpsx.errors import ConfigError
+from bpsx.mxnet.asynchronous import Weights
+from bpsx.mxnet.ops import check_array, submit
+
+PREFIX = "Gradient."
+
+
+class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
+    """An optimizer that works with the averages of all workers' gradients, and otherwise is ``optimizer``.
+
+    For ``Module.fit`` (with ``kvstore=None``) and for updaters of one's own. Gradients are known by their indices or names, as the Module gives
+    them; each is exchanged when it is updated, the first layers' with the highest priority. Weights have to begin alike: see
+    :func:`broadcast_parameters`. In asynchronous training the weights' changes travel, see ``docs/async.md``.
+
+    With gluon use :class:`DistributedTrainer`. Raises :class:`~bpsx.errors.ConfigError`.
+    """
+
+    def __init__(self, optimizer: mx.optimizer.Optimizer) -> None:
+        if not isinstance(optimizer, mx.optimizer.Optimizer):
+            raise ConfigError(f"DistributedOptimizer: an optimizer of MXNet's is needed, not {type(optimizer).__name__}: "
+                              "mxnet.optimizer.create(name, ...) makes one")
+        if isinstance(optimizer, DistributedOptimizer):
+            raise ConfigError("DistributedOptimizer: this optimizer is distributed already")
+        self.__dict__["_optimizer"], self.__dict__["_weights"] = optimizer, Weights()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":        # is being unpickled
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._optimizer, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_optimizer": self._optimizer}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _weights=Weights())
+
+    def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """As the optimizer's own, after the exchange."""
+        self._step(self._optimizer.update, index, weight, grad, state)
+
+    def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """As the optimizer's own, after the exchange."""
+        self._step(self._optimizer.update_multi_precision, index, weight, grad, state)
+
+    def _step(self, update: Any, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        several = isinstance(index, (list, tuple))
+        indices, weights, grads = (index, weight, grad) if several else ([index], [weight], [grad])
+        if _adapter.session().config.asynchronous:
+            self._weights.step(lambda: update(index, weight, grad, state), {str(i): [w] for i, w in zip(indices, weights, strict=True)})
+            return
+        for i, g in zip(indices, grads, strict=True):
+            check_array(g, f"DistributedOptimizer: gradient {i}")
+            submit(g, f"{PREFIX}{i}", average=True, priority=-i if isinstance(i, int) else 0)
+        update(index, weight, grad, state)
+
+
+def _delegated(name: str) -> Any:
+    def method(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._optimizer, name)(*args, **kwargs)
+    method.__name__, method.__doc__ = name, f"As the optimizer's own ``{name}``."
+    return method
+
+
+def _reading(name: str) -> Callable[[Any], Any]:
+    return lambda self: getattr(self._optimizer, name)
+
+
+# What the base class defines would be found before __getattr__ is asked.
+for _name, _value in vars(mx.optimizer.Optimizer).items():
+    if not _name.startswith("__") and _name not in vars(DistributedOptimizer):
+        if isinstance(_value, property):
+            setattr(DistributedOptimizer, _name, property(_reading(_name)))
+        elif callable(_value):
+            setattr(DistributedOptimizer, _name, _delegated(_name))

@@ -1,0 +1,149 @@
+"""DistributedTrainer: gluon's Trainer on several workers."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import mxnet as mx
+
+from bpsx import _adapter
+from bpsx._adapter import checked_root
+from bpsx.archive import packed, unpacked
+from bpsx.choices import Params
+from bpsx.errors import ConfigError
+from bpsx.momentum import Momentum
+from bpsx.mxnet.asynchronous import Weights
+from bpsx.mxnet.broadcast import PREFIX
+from bpsx.mxnet.decay import DecayMomentum
+from bpsx.mxnet.exchange import Exchange
+from bpsx.mxnet.names import name_of
+from bpsx.mxnet.ops import overwrite
+from bpsx.mxnet.optimizer import DistributedOptimizer
+
+log = logging.getLogger("bpsx.mxnet")
+_VERB = "DistributedTrainer"
+#: Files of states end in an archive of ours, its length in 8 bytes, and this. MXNet does not look beyond its own part, which comes first.
+_MARK = b"bpsx.mx1"
+_DECAY = "decay"
+#: Optimizers whose momentum is that of gradients.
+_WITH_MOMENTUM = (mx.optimizer.SGD, mx.optimizer.NAG)
+
+
+class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
+    """A gluon Trainer that applies the gradients of all workers.
+
+    ``params``: what ``collect_params()`` gives, a dict or a list of Parameters, the same on all workers; ``optimizer``: a name or an optimizer, with
+    ``optimizer_params``. Worker ``root_rank``'s weights are everybody's from the first step on, Parameters whose shape is not known then from the
+    step in which it is. ``step(batch_size)``: of one worker's batch; gradients are summed, and divided by ``batch_size`` and the number of workers.
+    ``compression_params``: as for :func:`bpsx.torch.DistributedOptimizer`, one for all or by Parameters' names; its momentum takes the place of SGD's
+    and NAG's.
+
+    ``step(..., ignore_stale_grad=True)`` updates what has a new gradient on any worker. What compression keeps is part of ``save_states()``, of which
+    each worker needs a file of its own. In asynchronous training the weights' changes travel, see ``docs/async.md``. Sparse Parameters and gradients
+    are refused. Raises :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.errors.NotInitializedError`, :class:`~bpsx.errors.PeerLostError`; and what
+    goes wrong later is a :class:`mxnet.MXNetError` where weights, or what is computed from them, are waited for. Not thread-safe.
+    """
+
+    def __init__(
+        self, params: Any, optimizer: Any, optimizer_params: dict[str, Any] | None = None, root_rank: int = 0, compression_params: Params = None,
+    ) -> None:
+        if isinstance(optimizer, DistributedOptimizer):
+            log.warning("%s exchanges gradients itself: the DistributedOptimizer around the optimizer is left out", _VERB)
+            optimizer = optimizer._optimizer
+        self._root = checked_root(root_rank, _VERB, _adapter.session().size)
+        super().__init__(params, optimizer, optimizer_params, kvstore=None)
+        sparse = [p.name for p in self._params if p._stype != "default" or p._grad_stype != "default"]
+        if sparse:
+            raise ConfigError(f"{_VERB}: {', '.join(sparse[:5])}: sparse Parameters and gradients cannot be sent: leave stype, grad_stype and "
+                              "sparse_grad out")
+        self._taken = Momentum(self._optimizer, "momentum", isinstance(self._optimizer, _WITH_MOMENTUM), "SGD and NAG")
+        self._exchange = Exchange(self._params, compression_params, self._taken)
+        self._weights, self._decay = Weights(), DecayMomentum()
+
+    # ---- what gluon's Trainer is made of
+
+    def _init_kvstore(self) -> None:
+        self._kvstore, self._distributed, self._update_on_kvstore, self._kv_initialized = None, False, False, True
+
+    _params_to_init: list[Any]
+
+    def _init_params(self) -> None:
+        deferred = []
+        for parameter in self._params_to_init:
+            if parameter._deferred_init:
+                deferred.append(parameter)
+            else:
+                overwrite(parameter.list_data(), PREFIX + name_of(parameter), root=self._root)
+        self._params_to_init = deferred
+
+    def _check_and_rescale_grad(self, scale: float) -> None:
+        session = _adapter.session()
+        super()._check_and_rescale_grad(scale if session.config.asynchronous else scale / session.size)
+
+    def _allreduce_grads(self) -> None:
+        if _adapter.session().config.asynchronous:
+            raise ConfigError(f"{_VERB}: with BYTEPS_ENABLE_ASYNC=1 servers add up what workers push, which has to be changes of weights: "
+                              "call step()")
+        self._exchange(self._rate())
+
+    def _update(self, ignore_stale_grad: bool = False) -> None:
+        onebit = {i: p for i, p in enumerate(self._params) if (c := self._exchange.of(i)) and c.momentum and c.compressor == "onebit"}
+        of_decay = onebit if isinstance(self._optimizer, _WITH_MOMENTUM) else {}
+        with self._taken.off(), self._decay.around(of_decay, lambda i: self._exchange.choices[name_of(self._params[i])].mu, self._optimizer):
+            super()._update(ignore_stale_grad)
+
+    def _rate(self) -> float:
+        """The learning rate of the step that is being made."""
+        scheduler = self._optimizer.lr_scheduler
+        return float(self._optimizer.lr if scheduler is None else scheduler(self._optimizer.num_update + 1))
+
+    # ---- what users call
+
+    def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
+        """As gluon's, with the gradients of all workers. ``batch_size``: of this worker."""
+        self._check_and_rescale_grad(self._scale / batch_size)
+        self._prepare()
+        if _adapter.session().config.asynchronous:
+            self._exchange.check_async()
+            trained = [p for p in self._params if p.grad_req != "null"]
+            self._weights.step(lambda: self._update(ignore_stale_grad), {name_of(p): p.list_data() for p in trained})
+            return
+        self._exchange(self._rate(), self._exchange.agree_on_users() if ignore_stale_grad else ())
+        self._update(ignore_stale_grad)
+
+    def _prepare(self) -> None:
+        if not self._kv_initialized:
+            self._init_kvstore()
+        if self._params_to_init:
+            self._init_params()
+
+    def save_states(self, fname: str) -> None:
+        """As gluon's, and what compression keeps: each worker needs a file of its own."""
+        super().save_states(fname)
+        if self._exchange.compresses:
+            archive = packed({**self._exchange.kept(), _DECAY: self._decay.save()})
+            with open(fname, "ab") as file:
+                file.write(archive + len(archive).to_bytes(8, "little") + _MARK)
+
+    def load_states(self, fname: str) -> None:
+        """As gluon's, of which files without compression are read, too: then what it keeps begins anew.
+
+        Raises :class:`~bpsx.errors.ConfigError` for what is no such file, or of other gradients.
+        """
+        super().load_states(fname)
+        self._taken.follow(self._optimizer)
+        if self._exchange.compresses:
+            saved = unpacked(_archive(Path(fname).read_bytes()))
+            self._decay.load(saved.pop(_DECAY, {}), self._contexts)
+            self._exchange.put_back(saved)
+
+
+def _archive(content: bytes) -> bytes:
+    """Our part of a file of states; empty: it has none."""
+    if not content.endswith(_MARK):
+        return b""
+    end = len(content) - len(_MARK) - 8
+    length = int.from_bytes(content[end:end + 8], "little")
+    return content[end - length:end]
