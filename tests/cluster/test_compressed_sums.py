@@ -10,10 +10,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bpsx.compression import Compression, compression, mix, stream
-from bpsx.kernels import reference, reference_dithering
+from bpsx.compression import compression, mix, stream
+from bpsx.kernels import reference
 from bpsx.kernels.reference import Reference
 from jobs import run
+from oracle import Sums, as_wide
 
 RATES = [0.5, 0.25, 0.375, 1.0]
 N, PARTITION, STEPS = 40_000, 65536, len(RATES)      # compressed: 3 partitions of float32, the last one smaller and odd
@@ -56,65 +57,17 @@ CASES: list[tuple[str, str, int, dict[str, Any], bool]] = [
 ]
 
 
-def oracle(given: Compression, which: int, sender: int | None, n: int, wide: str) -> Reference:
-    """The partition's encoder at a worker, or, with ``sender`` None, at the server."""
-    options = dict(given.options)
-    if given.compressor == "onebit":
-        return Reference(lambda p, _: reference.onebit_encode(p, options["scaling"]), lambda w, n: reference.onebit_decode(w, n, wide), n, wide)
-    if given.compressor == "half":
-        return Reference(lambda p, _: p.astype(np.float16).tobytes(), lambda w, _: np.frombuffer(w, np.float16).astype(wide), n, wide)
-    seed = mix(given.seed, which, *([0 if sender is None else sender + 1] if given.compressor == "dithering" else []))
-    seed -= 2**64 if seed >= 2**63 else 0
-    if given.compressor == "topk":
-        k = options["k"]
-        return Reference(lambda p, _: reference.topk_encode(p, k), lambda w, n: reference.topk_decode(w, n, k, wide), n, wide)
-    if given.compressor == "randomk":
-        k = options["k"]
-        return Reference(lambda p, c: reference.randomk_encode(p, c, seed, k, bool(given.ef)),
-                         lambda w, n: reference.randomk_decode(w, n, seed, k, wide), n, wide)
-    natural, l2, k = options["partition"] == "natural", options["normalize"] == "l2", options["k"]
-    return Reference(lambda p, c: reference_dithering.encode(p, k, natural, l2, seed, c),
-                     lambda w, n: reference_dithering.decode(w, n, k, natural, wide), n, wide)
-
-
-def _places(given: Compression, name: str, part: int, server: Reference) -> list[int] | None:
-    """Where the server's residual is added and cleared in the round to come, if that is not everywhere: all push the same places."""
-    if given.ef != "sparse":
-        return None
-    n = len(server.residual)
-    count = reference.amount(n, dict(given.options)["k"])
-    return reference.randomk_places(mix(given.seed, stream(name.encode(), part)), server.counter + 1, n, count)
-
-
-def as_wide(values: np.ndarray) -> np.ndarray:
-    return values if values.dtype == np.float64 else values.astype(np.float32)
-
-
 def expected(name: str, dtype: str, n: int, params: dict[str, Any], average: bool, workers: int, processes: int = 1) -> list[np.ndarray]:
     """What every worker gets, by step. Those of a machine, ``processes``, are added before."""
-    given, wide = compression(params), "float64" if dtype == "float64" else "float32"
-    given = given if given.compressor else Compression("half")
+    wide = "float64" if dtype == "float64" else "float32"
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-    itemsize = kind.itemsize
     draws = [np.random.default_rng([len(name), rank]) for rank in range(workers)]
-    spans = [slice(begin, min(begin + PARTITION // itemsize, n)) for begin in range(0, n, PARTITION // itemsize)]
-    machines = workers // processes
-    ours = [[oracle(given, stream(name.encode(), i), m, s.stop - s.start, wide) for i, s in enumerate(spans)] for m in range(machines)]
-    theirs = [oracle(given, stream(name.encode(), i), None, s.stop - s.start, wide) for i, s in enumerate(spans)]
+    sums = Sums(name, compression(params), n, kind, workers // processes, PARTITION)
     found = []
     for step in range(STEPS):
         pushed = [as_wide((rng.integers(-64, 64, n) / 8).astype(kind)) for rng in draws]
-        pushed = [sum(pushed[m * processes:(m + 1) * processes], np.zeros(n, wide)) for m in range(machines)]
-        factor = RATES[step - 1] / RATES[step] if given.ef == "corrected" and step else 1.0
-        out = np.empty(n, kind)
-        for i, span in enumerate(spans):
-            total = sum((ours[r][i].decode(ours[r][i].encode(pushed[r][span], residual=bool(given.ef), momentum=bool(given.momentum), mu=given.mu,
-                                                               factor=factor),
-                                           span.stop - span.start) for r in range(machines)), np.zeros(span.stop - span.start, wide))
-            if average:
-                total /= total.dtype.type(workers)
-            out[span] = theirs[i].decode(theirs[i].encode(total, residual=bool(given.ef), factor=factor, only=_places(given, name, i, theirs[i])),
-                                         span.stop - span.start)
+        pushed = [sum(pushed[m * processes:(m + 1) * processes], np.zeros(n, wide)) for m in range(workers // processes)]
+        out = sums.round(pushed, workers if average else 1, RATES[step - 1] / RATES[step] if step else 1.0)
         found.append(out.astype(np.float32) if dtype == "bfloat16" else out)
     return found
 

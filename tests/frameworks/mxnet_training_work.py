@@ -1,0 +1,365 @@
+"""What the workers of test_mxnet_training.py do: gluon's Trainer and the Module API on two workers, and alone on the joined batch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, gluon
+
+import bpsx.mxnet as bps
+from bpsx.api import session
+
+WORKERS, ROWS, STEPS = 2, 8, 5
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+
+
+def data(step: int, rank: int | None = None) -> tuple[Any, Any]:
+    """A worker's batch, or that of all."""
+    rng = np.random.default_rng(step)
+    x, y = rng.normal(size=(WORKERS * ROWS, 1, 8, 8)).astype("f4"), rng.integers(0, 5, WORKERS * ROWS)
+    part = slice(None) if rank is None else slice(rank * ROWS, (rank + 1) * ROWS)
+    return mx.nd.array(x[part]), mx.nd.array(y[part])
+
+
+def network(prefix: str, seed: int = 0, hybrid: bool = True, contexts: Any = None, deferred: bool = False) -> Any:
+    mx.random.seed(seed)
+    np.random.seed(seed)
+    net = gluon.nn.HybridSequential(prefix=prefix)
+    with net.name_scope():
+        net.add(gluon.nn.Conv2D(4, 3, activation="relu", in_channels=0 if deferred else 1), gluon.nn.Flatten(),
+                gluon.nn.Dense(16, activation="relu", in_units=0 if deferred else 144), gluon.nn.Dense(5, in_units=0 if deferred else 16))
+    net.initialize(mx.init.Xavier(), ctx=contexts)
+    if hybrid:
+        net.hybridize()
+    return net
+
+
+def weights(net: Any) -> list[np.ndarray]:
+    return [p.data(p.list_ctx()[0]).asnumpy() for p in net.collect_params().values()]
+
+
+def backward(net: Any, x: Any, y: Any) -> None:
+    """On each of the network's devices with its part."""
+    contexts = net.collect_params().list_ctx()
+    for a, b in zip(gluon.utils.split_and_load(x, contexts), gluon.utils.split_and_load(y, contexts), strict=True):
+        with autograd.record():
+            loss = LOSS(net(a), b)
+        loss.backward()
+
+
+def alone(optimizer: Any, options: Any, *, net: Any = None, steps: int = STEPS, every: int = 1) -> list[np.ndarray]:
+    """On the joined batch, without bpsx."""
+    net = net or network("alone_")
+    trainer = gluon.Trainer(net.collect_params(), optimizer, dict(options), kvstore=None)
+    for step in range(steps):
+        backward(net, *data(step))
+        if (step + 1) % every == 0:
+            trainer.step(every * WORKERS * ROWS)
+            net.collect_params().zero_grad()
+    return weights(net)
+
+
+def ours(prefix: str, optimizer: Any, options: Any, *, net: Any = None, steps: int = STEPS, first: int = 0, **more: Any) -> list[np.ndarray]:
+    net = net or network(prefix)
+    trainer = bps.DistributedTrainer(net.collect_params(), optimizer, dict(options), **more)
+    for step in range(first, steps):
+        backward(net, *data(step, bps.rank()))
+        trainer.step(ROWS)
+    return weights(net)
+
+
+SGD = {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sgd": ("sgd", SGD), "nag": ("nag", SGD), "adam": ("adam", {"learning_rate": 0.01}), "clipped": ("sgd", {**SGD, "clip_gradient": 0.01}),
+    "rmsprop": ("rmsprop", {"learning_rate": 0.01}), "lamb": ("lamb", {"learning_rate": 0.01}),
+}
+
+
+def job_equality() -> Any:
+    found = {name: (alone(*case), ours(f"{name}_", *case)) for name, case in CASES.items()}
+    found["not hybrid"] = alone("sgd", SGD), ours("plain_", "sgd", SGD, net=network("plain_", hybrid=False))
+    found["two devices"] = alone("sgd", SGD), ours("devices_", "sgd", SGD, net=network("devices_", contexts=[mx.cpu(0), mx.cpu(1)]))
+    schedule = {"learning_rate": 0.1, "lr_scheduler": mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.1)}
+    other = {"learning_rate": 0.1, "lr_scheduler": mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.1)}
+    found["schedule"] = alone("sgd", schedule), ours("schedule_", "sgd", other)
+    return found
+
+
+def job_deferred() -> Any:
+    """Shapes are known after the first forward pass; each worker begins with other weights, and all go on with worker 1's."""
+    net = network("deferred_", seed=bps.rank(), deferred=True)
+    trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.0}, root_rank=1)
+    backward(net, *data(0, bps.rank()))
+    before = weights(net)
+    trainer.step(ROWS)
+    return before, weights(net)
+
+
+def job_parts() -> Any:
+    """allreduce_grads() and update(); grad_req null and add; clipping in between."""
+    net, plain = network("parts_"), network("parts_alone_")
+    for n in (net, plain):
+        params = n.collect_params()
+        params.setattr("grad_req", "add")
+        next(iter(params.values())).grad_req = "null"
+    trainer = bps.DistributedTrainer(net.collect_params(), "sgd", dict(SGD))
+    for step in range(4):
+        backward(net, *data(step, bps.rank()))
+        if step % 2:
+            trainer.allreduce_grads()
+            trainer.update(2 * ROWS)
+            net.collect_params().zero_grad()
+    return alone("sgd", SGD, net=plain, steps=4, every=2), weights(net)
+
+
+def job_stale() -> Any:
+    """A branch that only one worker uses, and one that nobody does."""
+    found = []
+    branches = [gluon.nn.Dense(2, in_units=3, prefix=f"branch{i}_") for i in range(3)]
+    for branch in branches:
+        branch.initialize(mx.init.One())
+    params = {name: p for branch in branches for name, p in branch.collect_params().items()}
+    trainer = bps.DistributedTrainer(params, "sgd", {"learning_rate": 1.0})
+    for step in range(2):
+        with autograd.record():
+            out = branches[0](mx.nd.ones((1, 3))).sum()
+            if bps.rank() == step:
+                out = out + branches[1](mx.nd.ones((1, 3))).sum()
+        out.backward()
+        trainer.step(1, ignore_stale_grad=True)
+        found.append([branch.weight.data().asnumpy().copy() for branch in branches])
+    try:
+        trainer.step(1)
+    except UserWarning as e:
+        return found, str(e)[:60]
+    return found, ""
+
+
+def job_overflow() -> Any:
+    """As MXNet's loss scaling does: an infinity on one worker is one on all."""
+    class Scaler:
+        loss_scale = 1.0
+
+        def has_overflow(self, params: Any) -> bool:
+            return not all(np.isfinite(p.grad().asnumpy()).all() for p in params)
+
+    net = network("overflow_")
+    trainer = bps.DistributedTrainer(net.collect_params(), "sgd", dict(SGD), compression_params={"compressor": "onebit", "momentum": "nesterov"})
+    trainer._amp_loss_scaler = Scaler()
+    backward(net, *data(0, bps.rank()))
+    trainer.step(ROWS)
+    before = weights(net)
+    backward(net, *data(1, bps.rank()))
+    if bps.rank() == 1:
+        for p in net.collect_params().values():
+            p.grad()[:] = np.inf
+    trainer.step(ROWS)
+    after = weights(net)
+    backward(net, *data(2, bps.rank()))
+    trainer.step(ROWS)
+    return before, after, weights(net)
+
+
+def job_two_trainers() -> Any:
+    """Parameters of one name in two trainers, of other shapes."""
+    small, large = (gluon.nn.Dense(n, in_units=3, prefix="same_") for n in (2, 4))
+    for net in (small, large):
+        net.initialize(mx.init.One())
+        trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
+        with autograd.record():
+            loss = net(mx.nd.ones((1, 3)) * (bps.rank() + 1)).sum()
+        loss.backward()
+        trainer.step(1)
+    return [net.weight.data().asnumpy() for net in (small, large)]
+
+
+def job_module() -> Any:
+    """The Module API, alone and with DistributedOptimizer."""
+    def fit(optimizer: Any, rank: int | None) -> dict[str, np.ndarray]:
+        x = mx.sym.FullyConnected(mx.sym.Activation(mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=8, name="one"), act_type="relu"),
+                                  num_hidden=5, name="two")
+        module = mx.mod.Module(mx.sym.SoftmaxOutput(x, name="softmax", normalization="batch"), context=mx.cpu())
+        rng = np.random.default_rng(1)
+        rows = ROWS if rank is not None else WORKERS * ROWS
+        features, labels = rng.normal(size=(4, WORKERS, ROWS, 6)).astype("f4"), rng.integers(0, 5, (4, WORKERS, ROWS))
+        part = slice(None) if rank is None else slice(rank, rank + 1)
+        batches = mx.io.NDArrayIter(features[:, part].reshape(-1, 6), labels[:, part].reshape(-1).astype("f4"), rows, label_name="softmax_label")
+        start = {name: mx.nd.array(np.random.default_rng(i).normal(size=shape) / 3) for i, (name, shape) in enumerate(
+            (("one_weight", (8, 6)), ("one_bias", (8,)), ("two_weight", (5, 8)), ("two_bias", (5,))))}
+        module.fit(batches, num_epoch=2, optimizer=optimizer, kvstore=None, arg_params=start, eval_metric="acc")
+        return {name: value.asnumpy() for name, value in module.get_params()[0].items()}
+
+    plain = mx.optimizer.create("sgd", learning_rate=0.1, momentum=0.9)
+    inner = mx.optimizer.create("sgd", learning_rate=0.1, momentum=0.9)
+    optimizer = bps.DistributedOptimizer(inner)
+    result = fit(plain, None), fit(optimizer, bps.rank())
+    optimizer.set_learning_rate(0.25)
+    optimizer.rescale_grad = 0.5
+    return (*result, (inner.lr, inner.rescale_grad, optimizer.learning_rate, optimizer.momentum, isinstance(optimizer, mx.optimizer.Optimizer)))
+
+
+def job_loop() -> Any:
+    """A loop of one's own with an updater, and several indices in one call."""
+    found = []
+    for several in (False, True):
+        updater = mx.optimizer.get_updater(bps.DistributedOptimizer(mx.optimizer.create("adam", learning_rate=0.1)))
+        arrays = [mx.nd.ones((3,)) * i for i in range(3)]
+        for step in range(3):
+            grads = [mx.nd.ones((3,)) * (bps.rank() + step + i) for i in range(3)]
+            if several:
+                updater(list(range(3)), grads, arrays)
+            else:
+                for i in range(3):
+                    updater(i, grads[i], arrays[i])
+        plain = mx.optimizer.get_updater(mx.optimizer.create("adam", learning_rate=0.1))
+        wanted = [mx.nd.ones((3,)) * i for i in range(3)]
+        for step in range(3):
+            for i in range(3):
+                plain(i, mx.nd.ones((3,)) * (0.5 + step + i), wanted[i])
+        found.append([(w.asnumpy(), a.asnumpy()) for w, a in zip(wanted, arrays, strict=True)])
+    return found
+
+
+RESUMED: dict[str, Any] = {
+    "onebit": {"compressor": "onebit", "scaling": True, "ef": "vanilla", "momentum": "nesterov"},
+    "topk": {"compressor": "topk", "k": 0.05, "ef": "corrected", "momentum": "nesterov"},
+    "randomk": {"compressor": "randomk", "k": 0.2, "ef": "sparse", "seed": 5},
+    "none": None, "dithering": {"compressor": "dithering", "k": 4, "seed": 5, "ef": "vanilla"},
+}
+
+
+def _trained(case: str, begin: int, end: int) -> list[np.ndarray]:
+    """From this worker's checkpoint if it does not begin at 0; leaves one after four steps."""
+    net = network(f"{case}_", seed=begin)
+    trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {**SGD, "learning_rate": 0.1}, compression_params=RESUMED[case])
+    file = str(Path(os.environ["CHECKPOINTS"], f"{case}.{bps.rank()}"))
+    if begin:
+        net.load_parameters(f"{file}.weights")
+        trainer.load_states(file)
+    for step in range(begin, end):
+        trainer.set_learning_rate(0.1 / (1 + step // 3))
+        backward(net, *data(step, bps.rank()))
+        trainer.step(ROWS)
+        if step == 3:
+            net.save_parameters(f"{file}.weights")
+            trainer.save_states(file)
+    return weights(net)
+
+
+def job_whole() -> Any:
+    return {case: _trained(case, 0, 8) for case in RESUMED}
+
+
+def job_second_half() -> Any:
+    return {case: _trained(case, 4, 8) for case in RESUMED}
+
+
+def job_plain_reads() -> Any:
+    """gluon's own Trainer reads files with our part; and ours reads files of gluon's."""
+    found = []
+    for case in RESUMED:
+        file = str(Path(os.environ["CHECKPOINTS"], f"{case}.{bps.rank()}"))
+        net = network(f"{case}_reads_")
+        plain = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5}, kvstore=None)
+        plain.load_states(file)
+        found.append(plain.learning_rate)
+        plain.save_states(f"{file}.plain")
+        other = bps.DistributedTrainer(net.collect_params(), "sgd", dict(SGD), compression_params=RESUMED[case])
+        other.load_states(f"{file}.plain")
+        backward(net, *data(0, bps.rank()))
+        other.step(ROWS)
+        found.append(other.learning_rate)
+        weights(net)
+    Path(f"{file}.broken").write_bytes(Path(f"{file}.plain").read_bytes() + b"garbage" + (7).to_bytes(8, "little") + b"bpsx.mx1")
+    try:
+        other.load_states(f"{file}.broken")
+    except Exception as e:
+        return found, f"{type(e).__name__}: {e}"
+    return found, "nothing"
+
+
+def _by_hand(decay_has_momentum: bool) -> list[np.ndarray]:
+    """Nesterov's momentum of the gradients of the joined batch, and one of weight decay, or none."""
+    net, rate, mu, wd = network("by_hand_"), SGD["learning_rate"], SGD["momentum"], SGD["wd"]
+    now = weights(net)
+    momenta, decays = ([np.zeros_like(w) for w in now] for _ in range(2))
+    for step in range(STEPS):
+        backward(net, *data(step))
+        for i, p in enumerate(net.collect_params().values()):
+            gradient = p.grad().asnumpy() / (WORKERS * ROWS)
+            momenta[i] = mu * momenta[i] + gradient
+            decays[i] = mu * decays[i] + wd * now[i]
+            now[i] = now[i] - rate * (gradient + mu * momenta[i] + wd * now[i] + decay_has_momentum * mu * decays[i])
+            p.set_data(mx.nd.array(now[i]))
+    return now
+
+
+def job_decay() -> Any:
+    """Compression that loses nothing, since tensors are too small for it: with onebit weight decay has a momentum, too. NAG is as MXNet has it."""
+    params: dict[str, Any] = {"compressor": "onebit", "momentum": "nesterov"}
+    plain = {**SGD, "wd": 0.0}
+    return {
+        "onebit": (ours("decay_", "sgd", SGD, compression_params=params), _by_hand(True)),
+        "topk": (ours("topk_decay_", "sgd", SGD, compression_params={**params, "compressor": "topk", "k": 3}), _by_hand(False)),
+        "nag": (ours("nag_decay_", "nag", plain, compression_params=params), alone("nag", plain)),
+        "several devices": (ours("devices_decay_", "sgd", SGD, compression_params=params,
+                                 net=network("devices_decay_", contexts=[mx.cpu(0), mx.cpu(1)])), _by_hand(True)),
+        "mu": (ours("mu_decay_", "sgd", {**SGD, "momentum": 0.0}, compression_params={**params, "mu": 0.9}), _by_hand(True)),
+    }
+
+
+def job_async() -> Any:
+    """Weights' changes are added up: gluon's Trainer, and an updater."""
+    net = gluon.nn.Dense(2, in_units=3, use_bias=False, prefix="async_")
+    net.initialize(mx.init.Constant(bps.rank() + 1.0))
+    trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
+    for _ in range(3):
+        with autograd.record():
+            loss = net(mx.nd.ones((1, 3))).sum()
+        loss.backward()
+        trainer.step(1)
+    net.weight.data().wait_to_read()
+    updater = mx.optimizer.get_updater(bps.DistributedOptimizer(mx.optimizer.create("sgd", learning_rate=1.0, wd=0.0)))
+    array = mx.nd.ones((3,)) * 5 * (bps.rank() + 1)
+    for _ in range(3):
+        updater("mine", mx.nd.ones((3,)), array)
+    array.wait_to_read()
+    session().barrier()
+    with autograd.record():
+        loss = (net(mx.nd.zeros((1, 3)))).sum()
+    loss.backward()
+    trainer.step(1)
+    updater("mine", mx.nd.zeros((3,)), array)
+    told = []
+    for call in (trainer.allreduce_grads, lambda: bps.DistributedTrainer(
+            net.collect_params(), "sgd", compression_params={"compressor": "onebit"}).step(1)):
+        try:
+            call()
+        except Exception as e:
+            told.append(str(e))
+    return net.weight.data().asnumpy(), array.asnumpy(), told
+
+
+def job_gradients() -> Any:
+    """A few steps of a small convolutional network with each compression: what each worker has given, and what it got."""
+    found = {}
+    natural = {"compressor": "dithering", "k": 3, "partition": "natural", "normalize": "l2"}
+    cases: dict[str, Any] = {**RESUMED, "half": {"fp16": True}, "natural": natural}
+    for case, params in cases.items():
+        net = network(f"oracle_{case}_")
+        schedule = mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.1)
+        optimizer = mx.optimizer.SGD(learning_rate=0.1, momentum=0.9, lr_scheduler=schedule)
+        trainer = bps.DistributedTrainer(net.collect_params(), optimizer, compression_params=params)
+        rounds = []
+        for step in range(5):
+            backward(net, *data(step, bps.rank()))
+            given = {name: p.grad().asnumpy() for name, p in net.collect_params().items()}
+            trainer.allreduce_grads()
+            rounds.append((given, {name: p.grad().asnumpy() for name, p in net.collect_params().items()}))
+            trainer.update(ROWS)
+        found[case] = params, rounds
+    return found, int(os.environ["BYTEPS_MIN_COMPRESS_BYTES"])

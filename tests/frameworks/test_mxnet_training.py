@@ -1,0 +1,149 @@
+"""gluon and the Module API on two workers: equal to one worker on the joined batch, with what belongs to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mxnet_job import Finished, each, run_job
+
+from bpsx.compression import compression
+from oracle import Sums
+
+pytestmark = pytest.mark.timeout(300)
+WORK = str(Path(__file__).with_name("mxnet_training_work.py"))
+PARTITION = 8192            # of what is compressed: twice the others'
+JOBS = ["job_equality", "job_deferred", "job_parts", "job_stale", "job_overflow", "job_two_trainers", "job_module", "job_loop", "job_decay"]
+
+
+def close(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    return len(one) == len(other) and all(np.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(one, other, strict=True))
+
+
+def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    finished = run_job(WORK, JOBS, tmp_path_factory.mktemp("training"))
+    assert finished.status == 0, finished.output[-3000:]
+    return finished
+
+
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    finished = run_job(WORK, ["job_gradients"], tmp_path_factory.mktemp("compressed"), BYTEPS_MIN_COMPRESS_BYTES="200",
+                       BYTEPS_PARTITION_BYTES=str(PARTITION // 2))
+    assert finished.status == 0, finished.output[-3000:]
+    return finished
+
+
+def test_training_equals_one_worker_on_the_joined_batch(job: Finished) -> None:
+    for found in each(job, "job_equality"):
+        assert len(found) == 9
+        for name, (alone, ours) in found.items():
+            assert close(alone, ours), name
+    first, second = each(job, "job_equality")
+    assert all(same(first[name][1], second[name][1]) for name in first)
+
+
+def test_the_first_step_begins_with_the_roots_weights(job: Finished) -> None:
+    results = each(job, "job_deferred")
+    root = results[1][0]
+    assert not same(results[0][0], root) and all(same(after, root) for _, after in results)
+
+
+def test_gradients_and_updates_by_themselves(job: Finished) -> None:
+    for alone, ours in each(job, "job_parts"):
+        assert close(alone, ours)
+
+
+def test_parameters_that_not_all_use(job: Finished) -> None:
+    for found, told in each(job, "job_stale"):
+        for step, (used, once, never) in enumerate(found, 1):
+            assert (used == 1 - step).all() and (once == 1 - step / 2).all() and (never == 1).all()
+        assert told.startswith("Gradient of Parameter `branch")
+
+
+def test_an_overflow_on_one_worker_is_one_on_all(job: Finished) -> None:
+    for before, after, later in each(job, "job_overflow"):
+        assert same(before, after) and not same(after, later) and all(np.isfinite(w).all() for w in later)
+
+
+def test_parameters_of_one_name(job: Finished) -> None:
+    for small, large in each(job, "job_two_trainers"):
+        assert small.shape == (2, 3) and large.shape == (4, 3) and (small == -0.5).all() and (large == -0.5).all()
+
+
+def test_the_module_api(job: Finished) -> None:
+    for alone, ours, seen in each(job, "job_module"):
+        assert close(list(alone.values()), list(ours.values()))
+        assert seen == (0.25, 0.5, 0.25, 0.9, True)
+
+
+def test_a_loop_with_an_updater(job: Finished) -> None:
+    for found in each(job, "job_loop"):
+        assert all(np.allclose(want, got) for pairs in found for want, got in pairs)
+
+
+def test_momentum_and_weight_decay_are_handed_over(job: Finished) -> None:
+    for found in each(job, "job_decay"):
+        for case, (ours, wanted) in found.items():
+            assert close(ours, wanted), case
+
+
+def test_states_are_saved_with_what_compression_keeps(tmp_path: Path) -> None:
+    env = {"CHECKPOINTS": str(tmp_path), "BYTEPS_MIN_COMPRESS_BYTES": "200"}
+    whole = run_job(WORK, ["job_whole"], tmp_path / "whole", **env)
+    resumed = run_job(WORK, ["job_second_half", "job_plain_reads"], tmp_path / "resumed", **env)
+    assert whole.status == resumed.status == 0, whole.output[-3000:] + resumed.output[-3000:]
+    for want, got in zip(each(whole, "job_whole"), each(resumed, "job_second_half"), strict=True):
+        assert len(want) == 5
+        for case in want:
+            assert same(want[case], got[case]), case
+    for rates, told in each(resumed, "job_plain_reads"):
+        assert rates == [0.05] * 10 and told.startswith("ConfigError: state of compression: 7 bytes that are none")
+
+
+def test_compressed_sums_are_the_oracles(compressed: Finished) -> None:
+    results = each(compressed, "job_gradients")
+    least = results[0][1]
+    for case, (params, _) in results[0][0].items():
+        rounds = [found[case][1] for found, _ in results]
+        for name in rounds[0][0][0]:
+            given, got = ([[step[i][name] for step in worker] for worker in rounds] for i in (0, 1))
+            _check(case, name, params, given, got, least)
+
+
+def _check(case: str, name: str, params: Any, given: list[list[np.ndarray]], got: list[list[np.ndarray]], least: int) -> None:
+    """``given`` and ``got``: by worker and step."""
+    shape, n = given[0][0].shape, given[0][0].size
+    chosen = compression({**params, "mu": 0.9} if params and params.get("momentum") else params)
+    small = not params or (chosen.compressor != "" and given[0][0].nbytes < least)
+    sums = Sums(f"Gradient.{name}", chosen, n, np.float32, len(given), PARTITION)
+    momenta = [np.zeros(n, np.float32) for _ in given]
+    rates = [0.1, 0.1, 0.05, 0.05, 0.025]
+    for step in range(len(given[0])):
+        pushed = [worker[step].reshape(-1) for worker in given]
+        if not small:
+            want = sums.round(pushed, 1, rates[step - 1] / rates[step] if step else 1.0)
+        else:
+            if chosen.momentum:
+                momenta = [np.float32(0.9) * m + g for m, g in zip(momenta, pushed, strict=True)]
+                pushed = [g + np.float32(0.9) * m for m, g in zip(momenta, pushed, strict=True)]
+            want = pushed[0] + pushed[1]
+        for worker in got:
+            assert np.array_equal(worker[step], got[0][step]), "the same bits on all workers"
+        differ = ~np.isclose(got[0][step], want.reshape(shape), rtol=1e-5, atol=1e-7)
+        assert differ.mean() < 5e-3, (case, name, step, differ.sum(), got[0][step][differ][:4], want.reshape(shape)[differ][:4])
+
+
+def test_asynchronous_training_adds_steps_up(tmp_path_factory: pytest.TempPathFactory) -> None:
+    finished = run_job(WORK, ["job_async"], tmp_path_factory.mktemp("async"), BYTEPS_ENABLE_ASYNC="1")
+    assert finished.status == 0, finished.output[-3000:]
+    for weight, array, told in each(finished, "job_async"):
+        assert (weight == 1.0 - 6).all() and (array == 5.0 - 6).all()
+        assert "call step()" in told[0] and "leave compression_params out" in told[1].replace("\n", " ")
