@@ -28,12 +28,11 @@ from bpsx.api import (  # noqa: E402
     local_size,
     rank,
     resume,
-    shutdown,
     size,
-    suspend,
 )
 from bpsx.mxnet.broadcast import broadcast_parameters  # noqa: E402
 from bpsx.mxnet.compression import Compression  # noqa: E402
+from bpsx.mxnet.leaving import shutdown, suspend  # noqa: E402
 from bpsx.mxnet.ops import UnsupportedTensor, byteps_declare_tensor, byteps_push_pull  # noqa: E402
 from bpsx.mxnet.optimizer import DistributedOptimizer  # noqa: E402
 from bpsx.mxnet.trainer import DistributedTrainer  # noqa: E402

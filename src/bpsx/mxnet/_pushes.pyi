@@ -7,6 +7,9 @@ from bpsx._calls import Plan
 def load(found: Mapping[str, int]) -> None:
     """Use these addresses of MXNet's functions, by the names of ``Api`` in ``_pushes.pyx``."""
 
+def wait(seconds: float) -> int:
+    """Wait until all that has been pushed is over, at most so long. Returns how many operations are left. Thread-safe."""
+
 def push(array: int, turn: int, plan: Plan, rate: float, priority: int) -> None:
     """Have the engine do what ``plan`` asks for to the NDArray whose handle is ``array``, when what writes to it before has been done.
 

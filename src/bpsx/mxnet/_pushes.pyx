@@ -5,9 +5,12 @@ from libc.stdint cimport int64_t, uint32_t, uintptr_t
 
 from bpsx._adapter cimport Handle
 from bpsx._calls cimport Plan, end_call, keep, python_ends, submit
+from bpsx.core.sync cimport Monitor, lock, monitor_init, notify_all, now_ns, unlock, wait_until
 from bpsx.calls cimport ABORTED, INTERNAL, RESOURCE_EXHAUSTED, Call, Caller, Part, drop_dims, free_call, new_call, room_for_dims
 
 from bpsx.errors import BpsxError
+
+import os
 
 cdef enum:
     CPU = 1                     # of Context.kind
@@ -46,8 +49,16 @@ cdef struct Api:
     void (*make_error)(Error *where, const char *text) noexcept nogil
     void (*drop_error)(Error *where) noexcept nogil
 
+cdef struct Pushed:             # how many operations the engine has been given, and has not heard the end of
+    Monitor monitor
+    int64_t pending
+    bint awaited                # somebody waits for the end of all
+
 cdef Api api
+cdef Pushed pushed
 cdef Caller of_engine
+if monitor_init(&pushed.monitor) != 0:
+    raise MemoryError("cannot create a mutex")
 of_engine.plan, of_engine.fail, of_engine.settle, of_engine.keep, of_engine.leave = plan_of, fail, settle, keep_array, leave_array
 
 
@@ -80,6 +91,7 @@ def push(uintptr_t array, uintptr_t turn, Plan plan not None, double rate, int p
     made.call.held, made.call.rate = <void *>plan, rate
     context.kind, context.index = CPU, 0
     with nogil:
+        count(1)
         status = api.copy(<void *>array, &made.array)
         if status == 0:
             # What MKL-DNN has made has a layout of its own, and asking for memory would wait, in the engine's thread, for the engine.
@@ -88,10 +100,41 @@ def push(uintptr_t array, uintptr_t turn, Plan plan not None, double rate, int p
             status = api.push(run, made, NULL, &context, NULL, 0, written, 2, &kind, priority, b"bpsx", False)
             if status != 0:
                 api.free(made.array)
+        if status != 0:
+            count(-1)
     if status != 0:
         Py_DECREF(plan)
         free_call(&made.call)
         raise BpsxError(f"MXNet does not take an operation: {api.last_error().decode(errors='replace')}")
+
+
+cdef void count(int64_t more) noexcept nogil:
+    lock(&pushed.monitor)
+    pushed.pending += more
+    if pushed.awaited and pushed.pending == 0:
+        notify_all(&pushed.monitor)
+    unlock(&pushed.monitor)
+
+
+def wait(double seconds) -> int:
+    cdef int64_t end = now_ns() + <int64_t>(seconds * 1e9), left
+    with nogil:
+        lock(&pushed.monitor)
+        pushed.awaited = True
+        while pushed.pending > 0 and now_ns() < end:
+            wait_until(&pushed.monitor, end)
+        left = pushed.pending
+        unlock(&pushed.monitor)
+    return left
+
+
+def _forked() -> None:
+    """What a child's parent waits for is the parent's."""
+    pushed.pending = 0
+    monitor_init(&pushed.monitor)
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 cdef object plan_of(Call *call):
@@ -169,6 +212,7 @@ cdef void settle(Call *call) noexcept nogil:
         api.drop_error(&error)          # the engine has made a copy
     if array != NULL:
         api.free(array)
+    count(-1)
 
 
 cdef void free_array(void *array) noexcept nogil:

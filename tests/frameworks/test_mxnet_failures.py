@@ -1,0 +1,175 @@
+"""bpsx.mxnet when something dies, ends, or has to wait."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from frameworks.running import launch
+from jobs import Job
+
+pytestmark = pytest.mark.timeout(180)
+HEAD = "import os, sys\nimport bpsx.mxnet as bps, mxnet as mx, numpy as np\nfrom mxnet import autograd, gluon\n"
+TRAINS = HEAD + """
+bps.init()
+mx.random.seed(0)
+net = gluon.nn.Dense(4, in_units=3)
+net.initialize()
+trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+step = 0
+try:
+    while True:
+        with autograd.record():
+            loss = net(mx.nd.ones((2, 3))).sum()
+        loss.backward()
+        trainer.step(2)
+        loss.asnumpy()
+        step += 1
+        if step == 5:
+            report("going")
+except Exception as e:
+    report(f"{type(e).__name__}: {e}")
+    bps.shutdown()
+    sys.exit(3)
+"""
+
+
+def lines_of(output: str) -> dict[int, list[str]]:
+    """What each worker has printed."""
+    found: dict[int, list[str]] = {}
+    for rank, line in re.findall(r"^\[worker (\d+)\] (.*)$", output, re.MULTILINE):
+        found.setdefault(int(rank), []).append(line)
+    return found
+
+
+@pytest.mark.parametrize("who", ["server", "worker"])
+def test_a_death_is_raised_in_the_training_loop(who: str) -> None:
+    with Job(TRAINS, workers=2, servers=1) as job:
+        for worker in job.workers:
+            worker.wait_for_line("going")
+        (job.servers[0] if who == "server" else job.workers[1]).signal(signal.SIGKILL)
+        survivor = job.workers[0]
+        assert survivor.wait() == 3
+        told = survivor.reports()[-1]
+        assert re.search(r"(MXNetError|PeerLostError): .*" + ("server 0" if who == "server" else "worker 1") + ".* is gone", told, re.DOTALL), told
+
+
+def run(script: str, workers: int = 2, **environment: str) -> tuple[int, dict[int, list[str]], str]:
+    status, output = launch([sys.executable, "-c", HEAD + script], workers, 1, **environment)
+    return status, lines_of(output), output
+
+
+@pytest.mark.parametrize("end", ["bps.shutdown()", "bps.suspend()", ""], ids=["shutdown", "suspend", "the script's end"])
+def test_what_the_engine_has_not_begun_is_finished_first(end: str) -> None:
+    status, _, output = run("""
+bps.init()
+x = mx.nd.ones((1500, 1500))
+for _ in range(4):
+    x = mx.nd.dot(x, x) / 1500
+bps.byteps_push_pull(x, name="late", is_average=False)
+""" + end)
+    assert status == 0 and "Error" not in output, output[-2000:]
+
+
+def test_an_operation_whose_peer_does_not_come_does_not_hold_up_the_end() -> None:
+    _, _, output = run("""
+bps.init()
+x = mx.nd.ones((3,))
+rank = bps.rank()
+if rank == 0:
+    bps.byteps_push_pull(x, name="alone")
+bps.shutdown()
+if rank == 0:
+    try:
+        x.asnumpy()
+    except mx.MXNetError as e:
+        print("told:", str(e).splitlines()[0])
+""", BPSX_SHUTDOWN_TIMEOUT="5")
+    assert "told: " in output and "PeerLeftError" in output, output[-2000:]
+
+
+RESUMES = HEAD + """
+bps.init()
+net = gluon.nn.Dense(400, in_units=3, use_bias=False)
+net.initialize(mx.init.One())
+params = {"compressor": "topk", "k": 1, "ef": "vanilla"}
+trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 1.0}, compression_params=params)
+def step():
+    with autograd.record():
+        loss = net(mx.nd.ones((1, 3)) * (bps.rank() + 1)).sum()
+    loss.backward()
+    trainer.step(1)
+    return float(net.weight.data().asnumpy().sum())
+first = step()
+bps.suspend()
+report("suspended")
+hear()
+bps.resume(int(os.environ["SIZE"]), 1)
+report([first, step()])
+bps.shutdown()
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_suspend_and_resume(size: int) -> None:
+    """Also into another size: gradients are then divided by that; what compression has kept goes on."""
+    with Job(RESUMES, workers=2, servers=1, env={"BYTEPS_MIN_COMPRESS_BYTES": "0", "SIZE": str(size)}) as job:
+        for worker in job.workers:
+            worker.wait_for_line("suspended")
+        job.servers_anew(size)
+        if size == 1:
+            job.workers.pop().end()
+        job.workers[0].say("go")
+        if size == 2:
+            job.workers[1].say("go")
+        for _, (first, second) in job.results():
+            # One element of 1200 travels: the first, 1 and 2, halved; then another one, twice as large, of which nothing has gone yet. Alone all do.
+            assert first == 1200 - 1.5 and second == (first - 3.0 if size == 2 else first - 1200), (first, second)
+
+
+def test_memory_stays_flat() -> None:
+    status, told, output = run("""
+bps.init()
+net = gluon.nn.HybridSequential()
+net.add(gluon.nn.Conv2D(4, 3, in_channels=1), gluon.nn.Dense(3))
+net.initialize()
+net.hybridize()
+trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.0})
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+for step in range(4000):
+    with autograd.record():
+        loss = net(mx.nd.ones((1, 1, 6, 6))).sum()
+    loss.backward()
+    trainer.step(1)
+    if step % 20 == 0:
+        loss.asnumpy()
+    if step == 1000:
+        mx.nd.waitall()
+        before = resident()
+mx.nd.waitall()
+print(resident() - before)
+bps.shutdown()
+""")
+    assert status == 0, output[-2000:]
+    for rank in (0, 1):
+        assert int(told[rank][-1]) < 8 << 20, told
+
+
+def test_alone_and_without_a_job() -> None:
+    """One process, no launcher: sums are what was pushed."""
+    script = HEAD + """
+bps.init()
+x = mx.nd.ones((3,))
+bps.byteps_push_pull(x, name="x", is_average=False)
+print(x.asnumpy().sum(), bps.size())
+"""
+    env: dict[str, Any] = {key: value for key, value in os.environ.items() if not key.startswith(("DMLC_", "BYTEPS_"))}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False, env=env)
+    assert done.returncode == 0 and done.stdout.split() == ["3.0", "1"], done.stderr
