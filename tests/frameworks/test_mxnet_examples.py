@@ -1,0 +1,39 @@
+"""Every example of examples/mxnet, as its page says to start it, at small sizes; and a script for BytePS with the import changed."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from frameworks.running import launch
+
+pytestmark = pytest.mark.timeout(300)
+EXAMPLES = Path(__file__).parents[2] / "examples" / "mxnet"
+MIGRATING = Path(__file__).parent / "migrating"
+
+
+def test_all_are_here() -> None:
+    assert sorted(p.name for p in EXAMPLES.glob("*.py")) == ["digits.py"]
+
+
+@pytest.mark.parametrize("compression", ["none", "onebit", "topk", "randomk", "dithering", "fp16"])
+def test_digits(compression: str) -> None:
+    status, output = launch([sys.executable, str(EXAMPLES / "digits.py"), "--epochs", "2", "--compress", compression], 2, 1)
+    assert status == 0, output[-3000:]
+    losses = [float(text) for text in re.findall(r"loss (\d+\.\d+)", output)]
+    assert f"2 workers, batches of 32 each, compression: {compression}" in output and "weights are the same on all workers" in output
+    assert len(losses) == 2 and losses[1] < losses[0], output
+
+
+def test_a_script_for_byteps_trains_with_the_import_changed() -> None:
+    before, after = ((MIGRATING / f"mxnet_{which}.py").read_text() for which in ("before", "after"))
+    assert after == before.replace("import byteps.mxnet as", "import bpsx.mxnet as") and after != before
+    status, output = launch([sys.executable, str(MIGRATING / "mxnet_after.py")], 2, 1, BYTEPS_MIN_COMPRESS_BYTES="1000")
+    assert status == 0, output[-3000:]
+    losses = [float(text) for text in re.findall(r"epoch \d: loss (\S+),", output)]
+    weights = dict(re.findall(r"worker (\d): weights add up to (\S+)", output))
+    assert len(losses) == 4 and losses[-1] < 0.7 * losses[0], output
+    assert sorted(weights) == ["0", "1"] and weights["0"] == weights["1"], output
