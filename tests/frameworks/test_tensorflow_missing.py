@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -14,24 +13,8 @@ import tensorflow as tf
 from tensorflow_job import QUIET
 
 from bpsx.tensorflow import library
+from frameworks import hiding
 
-#: In front of libc's: finds everything but the function that is named in HIDDEN.
-_HIDES = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdlib.h>
-#include <string.h>
-
-void *dlsym(void *library, const char *name)
-{
-    static void *(*real)(void *, const char *);
-    static const char *const versions[] = {"GLIBC_2.34", "GLIBC_2.17", "GLIBC_2.2.5"};
-    for (int i = 0; !real && i < 3; i++)
-        real = (void *(*)(void *, const char *))dlvsym(RTLD_NEXT, "dlsym", versions[i]);
-    const char *hidden = getenv("HIDDEN");
-    return hidden && !strcmp(name, hidden) ? NULL : real(library, name);
-}
-"""
 _IMPORTS = """
 try:
     import bpsx.tensorflow
@@ -69,31 +52,18 @@ except AttributeError as e:
 
 @pytest.fixture(scope="module")
 def hides(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if shutil.which("cc") is None:
-        pytest.skip("needs a C compiler, cc, to hide a function of TensorFlow's")
-    folder = tmp_path_factory.mktemp("hides")
-    (folder / "hides.c").write_text(_HIDES)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "hides.so", folder / "hides.c", "-ldl"], check=True, timeout=60)
-    return folder / "hides.so"
-
-
-def run(hides: Path, hidden: str, script: str) -> list[str]:
-    """The lines that the script prints where that function is hidden."""
-    done = subprocess.run([sys.executable, "-c", script], env={**os.environ, **QUIET, "LD_PRELOAD": str(hides), "HIDDEN": hidden},
-                          capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.splitlines()
+    return hiding.made(tmp_path_factory.mktemp("hides"))
 
 
 @pytest.mark.parametrize("function", ["TF_NewOpDefinitionBuilder", "TF_ForwardInputOrAllocateOutput", "TF_DeleteStatus", "nothing"])
 def test_a_function_that_is_missing_is_named(hides: Path, function: str) -> None:
-    *told, last = run(hides, function, _IMPORTS)
+    *told, last = hiding.run(hides, function, _IMPORTS, **QUIET)
     text = f"refused: bpsx.tensorflow: the TensorFlow that is loaded lacks {function}, which bpsx needs"
     assert last == "goes on: 3.0" and told == ([] if function == "nothing" else [text])
 
 
 def test_without_xlas_foreign_functions_all_but_compiled_code_works(hides: Path) -> None:
-    assert run(hides, "_ZN3xla3ffi12GetXlaFfiApiEv", _COMPILES) == [
+    assert hiding.run(hides, "_ZN3xla3ffi12GetXlaFfiApiEv", _COMPILES, **QUIET) == [
         "3.0", f"jit_compile=True: the XLA of TensorFlow {version('tensorflow-cpu')} cannot call bpsx: leave jit_compile out"]
 
 

@@ -48,18 +48,23 @@ def missing() -> dict[str, Any]:
 
 
 class Facade(types.ModuleType):
-    """NumPy, and a few names besides."""
+    """A module, and a few names besides. Reading is what it is for."""
 
-    def __init__(self, names: dict[str, Any]) -> None:
-        super().__init__(np.__name__, np.__doc__)
-        self.__dict__.update({key: value for key, value in vars(np).items() if key.startswith("__") and key != "__getattr__"})
-        self.__dict__.update(names)
+    def __init__(self, module: types.ModuleType, names: dict[str, Any]) -> None:
+        super().__init__(module.__name__, module.__doc__)
+        self.__dict__.update({key: value for key, value in vars(module).items() if key.startswith("__") and key != "__getattr__"})
+        self.__dict__.update(names, _module=module)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(np, name)
+        return getattr(self._module, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*dir(np), *self.__dict__})
+        return sorted({*dir(self._module), *self.__dict__})
+
+
+def _of_scipy(scipy: types.ModuleType) -> Facade:
+    """With ``scipy.sparse.csr.csr_matrix``, of which SciPy warns, and which it is going to drop."""
+    return Facade(scipy, {"sparse": Facade(scipy.sparse, {"csr": scipy.sparse})})
 
 
 @functools.total_ordering
@@ -88,8 +93,8 @@ def _distutils() -> types.ModuleType:
 class _Loader(importlib.abc.Loader):
     """Executes a module of MXNet's, for which ``import numpy`` means the facade. What Python warns of in old code is nobody's concern any more."""
 
-    def __init__(self, loader: Any, facade: Facade) -> None:
-        self._loader, self._facade = loader, facade
+    def __init__(self, loader: Any, numpy: Facade) -> None:
+        self._loader, self._numpy = loader, numpy
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -99,13 +104,15 @@ class _Loader(importlib.abc.Loader):
         return made
 
     def exec_module(self, module: types.ModuleType) -> None:
-        real, facade, versions = builtins.__import__, self._facade, _distutils()
+        real, numpy, versions = builtins.__import__, self._numpy, _distutils()
 
         def import_(name: str, *args: Any, **kwargs: Any) -> Any:
             if name == "distutils.version":
                 return versions
             found = real(name, *args, **kwargs)
-            return facade if found is np else found
+            if name == "scipy.sparse":
+                return _of_scipy(found)
+            return numpy if found is np else found
 
         module.__dict__["__builtins__"] = {**vars(builtins), "__import__": import_}
         with warnings.catch_warnings():
@@ -117,15 +124,15 @@ class _Loader(importlib.abc.Loader):
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds MXNet's modules where they are."""
 
-    def __init__(self, facade: Facade) -> None:
-        self._facade = facade
+    def __init__(self, numpy: Facade) -> None:
+        self._numpy = numpy
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
         if fullname != NAME and not fullname.startswith(NAME + "."):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._facade)
+            spec.loader = _Loader(spec.loader, self._numpy)
         return spec
 
 
@@ -134,6 +141,6 @@ def prepare() -> None:
     if NAME in sys.modules:
         return
     names = missing()
-    sys.meta_path.insert(0, _Finder(Facade(names)))
+    sys.meta_path.insert(0, _Finder(Facade(np, names)))
     log.info("MXNet's modules, and nobody else, see a distutils.version and these names in NumPy %s, which has dropped them: %s", np.__version__,
              ", ".join(names) or "none")
