@@ -28,9 +28,9 @@ def test_digits(compression: str) -> None:
     assert len(losses) == 2 and losses[1] < losses[0], output
 
 
-def test_a_script_for_byteps_trains_with_the_import_changed() -> None:
+def test_a_script_for_byteps_trains_with_the_import_changed_and_put_first() -> None:
     before, after = ((MIGRATING / f"mxnet_{which}.py").read_text() for which in ("before", "after"))
-    assert after == before.replace("import byteps.mxnet as", "import bpsx.mxnet as") and after != before
+    assert after == before.replace("import mxnet as mx\nimport byteps.mxnet as bps\n", "import bpsx.mxnet as bps\nimport mxnet as mx\n") != before
     status, output = launch([sys.executable, str(MIGRATING / "mxnet_after.py")], 2, 1, BYTEPS_MIN_COMPRESS_BYTES="1000")
     assert status == 0, output[-3000:]
     losses = [float(text) for text in re.findall(r"epoch \d: loss (\S+),", output)]

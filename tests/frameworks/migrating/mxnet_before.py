@@ -2,8 +2,8 @@
 
 import argparse
 
-import byteps.mxnet as bps
 import mxnet as mx
+import byteps.mxnet as bps
 from mxnet import autograd, gluon
 
 parser = argparse.ArgumentParser()
