@@ -154,6 +154,19 @@ def job_declared() -> Any:
     return ours, again, [str(chosen.of(name, 5, 1 << 20)) for name in ("declared", "declared again", "dithered", "signs")], x.asnumpy()
 
 
+def job_compression_types() -> Any:
+    """A script's own way to send less."""
+    found = []
+    for compressor in (bps.Compression.none, bps.Compression.fp16):
+        x = mx.nd.array([1.0, 2.0**-30, 3.0])
+        small, ctx = compressor.compress(x)
+        bps.byteps_push_pull(small, name=f"compressed.{compressor.__name__}", is_average=False)
+        back = compressor.decompress(small, ctx)
+        found.append((small.dtype.__name__, back.dtype.__name__, back.asnumpy().tolist()))
+    whole = mx.nd.array([1], dtype="int32")
+    return found, bps.Compression.fp16.compress(whole)[0] is whole
+
+
 def job_refused() -> Any:
     sparse = mx.nd.array([[0, 1], [0, 0]]).tostype("row_sparse")
     x = mx.nd.ones((3,))

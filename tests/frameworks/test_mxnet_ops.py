@@ -15,7 +15,8 @@ pytestmark = pytest.mark.timeout(300)
 WORKERS = 2
 WORK = str(Path(__file__).with_name("mxnet_ops_work.py"))
 JOBS = ["job_sums", "job_numpy_arrays", "job_in_flight", "job_dependencies", "job_layouts", "job_one_name", "job_without_names", "job_broadcast",
-        "job_another_device", "job_arguments_that_reach_the_core", "job_declared", "job_refused", "job_mismatch"]
+        "job_another_device", "job_arguments_that_reach_the_core", "job_declared", "job_compression_types",
+        "job_refused", "job_mismatch"]
 
 
 def values(shape: Any, rank: int, dtype: str = "float32") -> np.ndarray:
@@ -117,6 +118,11 @@ def test_declared_compression(job: Finished) -> None:
         assert "('k', 4)" in chosen[2] and "('partition', 'natural')" in chosen[2] and "('normalize', 'max')" in chosen[2] and "seed=7" in chosen[2]
         assert "('scaling', True)" in chosen[3] and "momentum='nesterov', mu=0.5" in chosen[3]
         assert np.count_nonzero(x) == 2 and x.max() == 18.0
+
+
+def test_types_of_compression(job: Finished) -> None:
+    for found, untouched in found_in(job, "job_compression_types"):
+        assert found == [("float32", "float32", [2.0, 2.0**-29, 6.0]), ("float16", "float32", [2.0, 0.0, 6.0])] and untouched
 
 
 def test_refused(job: Finished) -> None:
