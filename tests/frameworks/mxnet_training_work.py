@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,31 @@ def job_overflow() -> Any:
     return before, after, weights(net)
 
 
+def job_as_scripts_do() -> Any:
+    """Memory that hybridized blocks keep; processes that load data; states saved before the first step, and an updater's."""
+    found = {"alone": alone("sgd", SGD)}
+    net = network("static_")
+    net.hybridize(static_alloc=True, static_shape=True)
+    trainer = bps.DistributedTrainer(net.collect_params(), "sgd", dict(SGD), compression_params={"fp16": False})
+    with tempfile.NamedTemporaryFile() as file:
+        trainer.save_states(file.name)
+        trainer.load_states(file.name)
+    pictures = gluon.data.ArrayDataset(*(mx.nd.concat(*part, dim=0) for part in zip(*(data(step, bps.rank()) for step in range(STEPS)), strict=True)))
+    for x, y in gluon.data.DataLoader(pictures, ROWS, num_workers=2):
+        backward(net, x, y)
+        trainer.step(ROWS)
+    found["static"] = weights(net)
+    updater = mx.optimizer.get_updater(bps.DistributedOptimizer(mx.optimizer.create("sgd", **SGD)))
+    other = mx.optimizer.get_updater(bps.DistributedOptimizer(mx.optimizer.create("adam")))
+    array = mx.nd.ones((3,))
+    updater(0, mx.nd.ones((3,)), array)
+    other.set_states(updater.get_states(dump_optimizer=True))
+    found["updater"] = [type(other.optimizer).__name__, type(other.optimizer._optimizer).__name__, other.optimizer.momentum, list(other.states)]
+    other(0, mx.nd.ones((3,)), array)
+    array.wait_to_read()
+    return found
+
+
 def job_two_trainers() -> Any:
     """Parameters of one name in two trainers, of other shapes."""
     small, large = (gluon.nn.Dense(n, in_units=3, prefix="same_") for n in (2, 4))
@@ -298,6 +324,23 @@ def _by_hand(decay_has_momentum: bool) -> list[np.ndarray]:
     return now
 
 
+def _half(params: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """A float16 weight, which the optimizer has in float32, too, with gradients of 1 and 3 on the workers; and what it should be."""
+    parameter = gluon.Parameter("half_weight", shape=(4,), dtype="float16", init=mx.init.One())
+    parameter.initialize()
+    trainer = bps.DistributedTrainer([parameter], mx.optimizer.SGD(multi_precision=True, **SGD), compression_params=params)
+    weight, momentum, decay, mu, wd, rate = 1.0, 0.0, 0.0, SGD["momentum"], SGD["wd"], SGD["learning_rate"]
+    for _ in range(STEPS):
+        with autograd.record():
+            loss = parameter.data() * (1.0 + 2 * bps.rank())
+        loss.backward()
+        trainer.step(1)
+        momentum, decay = mu * momentum + 2.0, mu * decay + wd * float(np.float16(weight))
+        weight -= rate * (2.0 + mu * momentum + wd * weight + mu * decay)
+    found = [trainer._updaters[0].states[0][-1].asnumpy(), parameter.data().asnumpy().astype("f4")]
+    return found, [np.full(4, weight), np.full(4, weight)]
+
+
 def job_decay() -> Any:
     """Compression that loses nothing, since tensors are too small for it: with onebit weight decay has a momentum, too. NAG is as MXNet has it."""
     params: dict[str, Any] = {"compressor": "onebit", "momentum": "nesterov"}
@@ -308,6 +351,7 @@ def job_decay() -> Any:
         "nag": (ours("nag_decay_", "nag", plain, compression_params=params), alone("nag", plain)),
         "several devices": (ours("devices_decay_", "sgd", SGD, compression_params=params,
                                  net=network("devices_decay_", contexts=[mx.cpu(0), mx.cpu(1)])), _by_hand(True)),
+        "half precision": _half(params),
         "mu": (ours("mu_decay_", "sgd", {**SGD, "momentum": 0.0}, compression_params={**params, "mu": 0.9}), _by_hand(True)),
     }
 
@@ -335,7 +379,7 @@ def job_async() -> Any:
     trainer.step(1)
     updater("mine", mx.nd.zeros((3,)), array)
     told = []
-    for call in (trainer.allreduce_grads, lambda: bps.DistributedTrainer(
+    for call in (trainer.allreduce_grads, lambda: trainer.update(1), lambda: bps.DistributedTrainer(
             net.collect_params(), "sgd", compression_params={"compressor": "onebit"}).step(1)):
         try:
             call()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,30 +14,44 @@ class DecayMomentum:
     """Of one SGD: m = mu m + wd w, and w -= lr mu m besides what the optimizer does. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, list[Any]] = {}       # by the Parameter's number: on each device
+        self._kept: dict[int, list[Any]] = {}       # by the Parameter's number: on each device, float32
 
     @contextmanager
-    def around(self, parameters: Mapping[int, Any], mu_of: Callable[[int], float], optimizer: Any) -> Iterator[None]:
-        """Inside, ``optimizer`` steps. ``parameters``: by number, those whose gradients' momentum is added by onebit on the way."""
+    def around(self, parameters: Mapping[int, Any], mu_of: Callable[[int], float], optimizer: Any, updaters: Sequence[Any]) -> Iterator[None]:
+        """Inside, ``optimizer`` steps. ``parameters``: by number, those whose gradients' momentum is added by onebit on the way; ``updaters``: the
+        optimizer's, for each device."""
         new = {}
         for i, parameter in parameters.items():
-            wd = optimizer._get_wd(i)
-            if wd:
-                weights = [data for data in parameter.list_data() if data._fresh_grad]      # others are left alone
-                before = self._kept.get(i) or [mx.nd.zeros_like(w) for w in weights]
-                new[i] = weights, [mu_of(i) * m.as_in_context(w.context) + wd * w for m, w in zip(before, weights, strict=False)]
+            weights = parameter.list_data()
+            if optimizer._get_wd(i) and all(w._fresh_grad for w in weights):        # others are left alone
+                new[i] = self._grown(i, weights, mu_of(i), optimizer._get_wd(i))
         yield
-        for i, (weights, momenta) in new.items():
-            if any(data._fresh_grad for data in weights):
+        for i, momenta in new.items():
+            weights = parameters[i].list_data()
+            if any(w._fresh_grad for w in weights):
                 continue            # an overflow: nothing was done
-            self._kept[i] = momenta or self._kept.get(i, [])
-            for weight, m in zip(weights, momenta, strict=True):
-                weight -= optimizer._get_lr(i) * mu_of(i) * m
+            self._kept[i] = momenta
+            for weight, m, updater in zip(weights, momenta, updaters, strict=True):
+                _subtract(weight, optimizer._get_lr(i) * mu_of(i) * m, updater.states.get(i))
+
+    def _grown(self, i: int, weights: Sequence[Any], mu: float, wd: float) -> list[Any]:
+        before = self._kept.get(i) or [mx.nd.zeros(w.shape, ctx=w.context) for w in weights]
+        return [mu * m + wd * w.astype(np.float32) for m, w in zip(before, weights, strict=True)]
 
     def save(self) -> dict[str, np.ndarray]:
         """The first device's, by number."""
-        return {str(i): momenta[0].asnumpy() for i, momenta in self._kept.items() if momenta}
+        return {str(i): momenta[0].asnumpy() for i, momenta in self._kept.items()}
 
-    def load(self, saved: Mapping[str, np.ndarray], contexts: list[Any]) -> None:
+    def load(self, saved: Mapping[str, np.ndarray], contexts: Sequence[Any]) -> None:
         """Put back what :meth:`save` has given."""
-        self._kept = {int(i): [mx.nd.array(m, ctx=ctx, dtype=m.dtype) for ctx in contexts] for i, m in saved.items()}
+        self._kept = {int(i): [mx.nd.array(m, ctx=ctx) for ctx in contexts] for i, m in saved.items()}
+
+
+def _subtract(weight: Any, change: Any, state: Any) -> None:
+    """From a weight; of one in half precision that the optimizer has in float32, too (multi_precision), from that."""
+    whole = state[-1] if isinstance(state, (list, tuple)) and state and weight.dtype == np.float16 else None
+    if whole is None:
+        weight -= change.astype(weight.dtype)
+    else:
+        whole -= change
+        weight[:] = whole.astype(weight.dtype)

@@ -83,5 +83,5 @@ for _name, _value in vars(mx.optimizer.Optimizer).items():
     if not _name.startswith("__") and _name not in vars(DistributedOptimizer):
         if isinstance(_value, property):
             setattr(DistributedOptimizer, _name, property(_reading(_name)))
-        elif callable(_value):
+        elif callable(_value) and not isinstance(_value, staticmethod):
             setattr(DistributedOptimizer, _name, _delegated(_name))

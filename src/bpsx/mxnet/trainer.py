@@ -83,15 +83,17 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         super()._check_and_rescale_grad(scale if session.config.asynchronous else scale / session.size)
 
     def _allreduce_grads(self) -> None:
-        if _adapter.session().config.asynchronous:
-            raise ConfigError(f"{_VERB}: with BYTEPS_ENABLE_ASYNC=1 servers add up what workers push, which has to be changes of weights: "
-                              "call step()")
+        _refuse_parts()
         self._exchange(self._rate())
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
         onebit = {i: p for i, p in enumerate(self._params) if (c := self._exchange.of(i)) and c.momentum and c.compressor == "onebit"}
         of_decay = onebit if isinstance(self._optimizer, _WITH_MOMENTUM) else {}
-        with self._taken.off(), self._decay.around(of_decay, lambda i: self._exchange.choices[name_of(self._params[i])].mu, self._optimizer):
+
+        def mu_of(i: int) -> float:
+            return self._exchange.choices[name_of(self._params[i])].mu
+
+        with self._taken.off(), self._decay.around(of_decay, mu_of, self._optimizer, self._updaters):
             super()._update(ignore_stale_grad)
 
     def _rate(self) -> float:
@@ -112,6 +114,11 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             return
         self._exchange(self._rate(), self._exchange.agree_on_users() if ignore_stale_grad else ())
         self._update(ignore_stale_grad)
+
+    def update(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
+        """As gluon's, after ``allreduce_grads()``."""
+        _refuse_parts()
+        super().update(batch_size, ignore_stale_grad)
 
     def _prepare(self) -> None:
         if not self._kv_initialized:
@@ -138,6 +145,12 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             saved = unpacked(_archive(Path(fname).read_bytes()))
             self._decay.load(saved.pop(_DECAY, {}), self._contexts)
             self._exchange.put_back(saved)
+
+
+def _refuse_parts() -> None:
+    """Raise :class:`ConfigError` in asynchronous training, where a step is one."""
+    if _adapter.session().config.asynchronous:
+        raise ConfigError(f"{_VERB}: with BYTEPS_ENABLE_ASYNC=1 servers add up what workers push, which has to be changes of weights: call step()")
 
 
 def _archive(content: bytes) -> bytes:
