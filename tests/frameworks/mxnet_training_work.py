@@ -117,6 +117,23 @@ def job_parts() -> Any:
     return alone("sgd", SGD, net=plain, steps=4, every=2), weights(net)
 
 
+def job_thawed() -> Any:
+    """A Parameter that is trained from the third step on; momentum is compression's for all."""
+    found = []
+    for i, params in enumerate(({"compressor": "onebit", "momentum": "nesterov"}, None)):
+        net = network(f"thawed{i}_")
+        frozen = next(iter(net.collect_params().values()))
+        frozen.grad_req = "null"
+        trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {**SGD, "wd": 0.0}, compression_params=params)
+        for step in range(STEPS):
+            if step == 2:
+                frozen.grad_req = "write"
+            backward(net, *data(step, bps.rank()))
+            trainer.step(ROWS)
+        found.append(weights(net))
+    return found
+
+
 def job_stale() -> Any:
     """A branch that only one worker uses, and one that nobody does."""
     found = []

@@ -15,7 +15,7 @@ from oracle import Sums
 pytestmark = pytest.mark.timeout(300)
 WORK = str(Path(__file__).with_name("mxnet_training_work.py"))
 PARTITION = 8192            # of what is compressed: twice the others'
-JOBS = ["job_equality", "job_deferred", "job_parts", "job_stale", "job_overflow", "job_as_scripts_do", "job_two_trainers", "job_module",
+JOBS = ["job_equality", "job_deferred", "job_parts", "job_thawed", "job_stale", "job_overflow", "job_as_scripts_do", "job_two_trainers", "job_module",
         "job_loop", "job_decay"]
 
 
@@ -60,6 +60,12 @@ def test_the_first_step_begins_with_the_roots_weights(job: Finished) -> None:
 def test_gradients_and_updates_by_themselves(job: Finished) -> None:
     for alone, ours in each(job, "job_parts"):
         assert close(alone, ours)
+
+
+def test_parameters_that_are_trained_later(job: Finished) -> None:
+    """With momentum (Nesterov's, so not the same as without compression), and alike on all workers."""
+    (first, plain), (second, _) = each(job, "job_thawed")
+    assert same(first, second) and all(not np.allclose(a, b) and np.abs(a - b).max() < 0.1 for a, b in zip(first, plain, strict=True))
 
 
 def test_parameters_that_not_all_use(job: Finished) -> None:

@@ -9,7 +9,7 @@ from source.places import ROOT, files, imports, module_of
 # Most specific first; a smaller number is a higher layer. The leaves, from 8 on, may be imported by all.
 LAYERS = [
     ("bpsx.torch", 1), ("bpsx.keras", 0.9), ("bpsx.tensorflow", 1), ("bpsx.mxnet", 1), ("bpsx.choices", 1.4), ("bpsx.casting", 1.4),
-    ("bpsx.momentum", 1.4), ("bpsx.archive", 1.4), ("bpsx._calls", 1.44), ("bpsx.calls", 1.47), ("bpsx._adapter", 1.5),
+    ("bpsx.momentum", 1.4), ("bpsx.archive", 1.4), ("bpsx.keeping", 1.4), ("bpsx._calls", 1.44), ("bpsx.calls", 1.47), ("bpsx._adapter", 1.5),
     ("bpsx.torchrun", 1.8), ("bpsx.api", 2), ("bpsx.arrays", 2.2), ("bpsx.session", 2.5), ("bpsx.joining", 2.7), ("bpsx.compressing", 2.65),
     ("bpsx.declaring", 2.55), ("bpsx.devices", 2.68), ("bpsx.coding", 2.67), ("bpsx.saving", 2.8), ("bpsx.speed", 9),
     ("bpsx.compression", 3), ("bpsx._exit", 4),
@@ -50,7 +50,7 @@ def test_imports_go_down(path):
 
 
 def test_the_adapter_is_a_plugins_only_way_in():
-    engine = ("bpsx._calls", "bpsx.calls", "bpsx.momentum", "bpsx.archive")
+    engine = ("bpsx._calls", "bpsx.calls", "bpsx.momentum", "bpsx.archive", "bpsx.keeping")
     for plugin, more in (("torch", ()), ("tensorflow", engine), ("mxnet", engine), ("keras", ("bpsx.tensorflow",))):
         for path in files(f"src/bpsx/{plugin}"):
             for imported in imports(path):

@@ -11,6 +11,7 @@ import mxnet as mx
 from bpsx import _adapter
 from bpsx.choices import Params, check_params, choose
 from bpsx.errors import ConfigError
+from bpsx.keeping import Keeping
 from bpsx.momentum import Momentum
 from bpsx.mxnet.names import name_of
 from bpsx.mxnet.ops import overwrite, submit
@@ -32,9 +33,9 @@ class Exchange:
         self._params, self._momentum = params, momentum
         self._parameters, self._names = list(parameters), [name_of(p) for p in parameters]
         self.choices: dict[str, _adapter.Compression] = {}      # by name, of those that are compressed
-        self._declared: weakref.WeakSet[Any] = weakref.WeakSet()        # sessions
-        self._begun = False
-        self._loaded: dict[str, Any] = {}
+        self._declared: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()      # by session
+        self._begun: set[str] = set()                           # of which this has taken charge
+        self.keeping = Keeping([PREFIX + name for name in self._names])
 
     @property
     def compresses(self) -> bool:
@@ -52,18 +53,20 @@ class Exchange:
         return self.choices.get(self._names[i])
 
     def declare(self) -> None:
-        """Say how gradients travel, once in a job. Raises :class:`ConfigError`."""
+        """Say how gradients travel, once in a job, and again when more Parameters are trained. Raises :class:`ConfigError`."""
         session = _adapter.session()
-        if session in self._declared:
-            return
+        known = self._declared.setdefault(session, set())
         trained = [name for name, p in zip(self._names, self._parameters, strict=True) if p.grad_req != "null"]
+        new = [name for name in trained if name not in known]
+        if not new:
+            return
         self.choices = choose(self._params, trained, _VERB, self._momentum.by_name(trained))
         self._momentum.take_over(trained, self.choices)
-        for name in trained:
-            session.declare(PREFIX + name, self.choices.get(name), anew=not self._begun)
-        self._declared.add(session)
-        self._begun = True
-        self._put_back()
+        for name in new:
+            session.declare(PREFIX + name, self.choices.get(name), anew=name not in self._begun)
+        known.update(new)
+        self._begun.update(new)
+        self.keeping.put_back()
 
     def __call__(self, rate: float, absent: Sequence[int] = ()) -> None:
         """Begin to exchange all gradients but those of the Parameters with the numbers ``absent``, the first ones the most urgent."""
@@ -79,32 +82,19 @@ class Exchange:
 
     def agree_on_users(self) -> list[int]:
         """Have workers that have no new gradient of a Parameter push zeros, where others have one. Returns the numbers of those that nobody has."""
+        if not self._parameters:
+            return []
         own = [p.grad_req != "null" and any(data._fresh_grad for data in p.list_data()) for p in self._parameters]
         counts = mx.nd.array(own, dtype="int32", ctx=mx.cpu())
         submit(counts, USERS + self._names[0])
         users = counts.asnumpy()
-        for parameter, has, count in zip(self._parameters, own, users, strict=True):
-            if count and not has:
-                for data, gradient in zip(parameter.list_data(), parameter.list_grad(), strict=True):
+        for parameter in (p for p, count in zip(self._parameters, users, strict=True) if count):
+            for data, gradient in zip(parameter.list_data(), parameter.list_grad(), strict=True):
+                if not data._fresh_grad:
                     gradient[:] = 0
                     data._fresh_grad = True
         return [i for i, count in enumerate(users) if not count]
 
-    # ---- for checkpoints
-
-    def kept(self) -> dict[str, Any]:
-        """What compression keeps of these gradients, see :meth:`bpsx.compressing.Compressing.save`, by their Parameters' numbers."""
-        places = {PREFIX + name: str(i) for i, name in enumerate(self._names)}
-        return {**self._loaded, **{places[wire]: state for wire, state in _adapter.session().compressing.save(places).items()}}
-
-    def put_back(self, saved: Mapping[str, Any]) -> None:
-        """Go on with what :meth:`kept` has given, now or when they are first exchanged; what is not in it begins anew."""
-        self._loaded = dict(saved)
-        if _adapter.session() in self._declared:
-            _adapter.session().compressing.forget([PREFIX + name for i, name in enumerate(self._names) if str(i) not in saved])
-            self._put_back()
-
-    def _put_back(self) -> None:
-        ready = {PREFIX + name: self._loaded.pop(str(i)) for i, name in enumerate(self._names) if str(i) in self._loaded}
-        if ready:
-            _adapter.session().compressing.restore(ready)
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Go on with what :attr:`keeping` has saved, now or when they are first exchanged."""
+        self.keeping.load(saved, _adapter.session() in self._declared)

@@ -130,7 +130,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         """As gluon's, and what compression keeps: each worker needs a file of its own."""
         super().save_states(fname)
         if self._exchange.compresses:
-            archive = packed({**self._exchange.kept(), _DECAY: self._decay.save()})
+            archive = packed({**self._exchange.keeping.save(), _DECAY: self._decay.save()})
             with open(fname, "ab") as file:
                 file.write(archive + len(archive).to_bytes(8, "little") + _MARK)
 
@@ -144,7 +144,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         if self._exchange.compresses:
             saved = unpacked(_archive(Path(fname).read_bytes()))
             self._decay.load(saved.pop(_DECAY, {}), self._contexts)
-            self._exchange.put_back(saved)
+            self._exchange.load(saved)
 
 
 def _refuse_parts() -> None:

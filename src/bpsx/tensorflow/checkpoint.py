@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from bpsx import _adapter
 from bpsx.archive import packed, unpacked
-from bpsx.tensorflow.exchange import PREFIX, kept_by_place
+from bpsx.keeping import kept_by_place
+from bpsx.tensorflow.exchange import PREFIX
 from bpsx.tensorflow.names import names_of
 
 

@@ -12,6 +12,7 @@ from bpsx import _adapter
 from bpsx._adapter import check_flag
 from bpsx.choices import Params, check_params, choose
 from bpsx.errors import ConfigError
+from bpsx.keeping import Keeping
 from bpsx.momentum import Momentum
 from bpsx.tensorflow import xla
 from bpsx.tensorflow.compression import Compressor, NoneCompressor, check_compression
@@ -53,8 +54,8 @@ class Exchange:
         self._given = verb, average, compression, params, sparse_as_dense, anew, has_momentum
         self._rates = False         # whether compression needs the learning rate
         self._choices: dict[str, _adapter.Compression] = {}     # by the names of sources, of those that are compressed
-        self._begun: dict[str, None] = {}                       # of which this has taken charge, in the order of sources
-        self._loaded: dict[str, Any] = {}                       # what is to be put back
+        self._wires: list[str] = []                             # of which this has taken charge, in the order of sources
+        self.keeping = Keeping(self._wires)
         self._declared: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()      # by session
 
     def alike(self) -> Exchange:
@@ -93,10 +94,10 @@ class Exchange:
             self._choices.update({name: chosen[o] for name, o in zip(names, own, strict=True) if o in chosen})
             self._rates = self._rates or any(choice.ef == "corrected" for choice in self._choices.values())
             for name in new:
-                session.declare(PREFIX + name, self._choices.get(name), anew=self._anew and name not in self._begun)
+                session.declare(PREFIX + name, self._choices.get(name), anew=self._anew and PREFIX + name not in self._wires)
             known.update(new)
-            self._begun.update(dict.fromkeys(new))
-            self._put_back()
+            self._wires += [PREFIX + name for name in new if PREFIX + name not in self._wires]
+            self.keeping.put_back()
         if momentum is not None:
             momentum.take_over(names, self._choices)
 
@@ -106,27 +107,9 @@ class Exchange:
             if name in self._choices:
                 _adapter.session().declare(wire, self._choices[name], anew=self._anew)
 
-    # ---- for checkpoints
-
-    def kept(self) -> dict[str, Any]:
-        """What compression keeps of these gradients, see :meth:`bpsx.compressing.Compressing.save`, by their place among the sources: names may be
-        others in the process that goes on, as Keras numbers them."""
-        return {**self._loaded, **kept_by_place(self._wires())}
-
-    def put_back(self, saved: Mapping[str, Any]) -> None:
-        """Go on with what :meth:`kept` has given, now or when they are first exchanged; what is not in it begins anew."""
-        self._loaded = dict(saved)
-        if _adapter.session() in self._declared:
-            _adapter.session().compressing.forget([wire for i, wire in enumerate(self._wires()) if str(i) not in saved])
-            self._put_back()
-
-    def _put_back(self) -> None:
-        ready = {wire: self._loaded.pop(str(i)) for i, wire in enumerate(self._wires()) if str(i) in self._loaded}
-        if ready:
-            _adapter.session().compressing.restore(ready)
-
-    def _wires(self) -> list[str]:
-        return [PREFIX + name for name in self._begun]
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Go on with what :attr:`keeping` has saved, now or when they are first exchanged."""
+        self.keeping.load(saved, _adapter.session() in self._declared)
 
     def __call__(
         self, gradients: Sequence[Any], sources: Sequence[Any], rate: Any = None, momentum: Momentum | None = None,
@@ -185,12 +168,6 @@ class Exchange:
         if name in self._choices and self._choices[name].momentum:
             raise ConfigError(f"{self._verb}: gradient of {name!r}: it is tf.IndexedSlices, which are not compressed, and compression_params' "
                               "momentum='nesterov' cannot be added to them: give sparse_as_dense=True, or compression_params by variables' names")
-
-
-def kept_by_place(wires: Sequence[str]) -> dict[str, Any]:
-    """What :meth:`bpsx.compressing.Compressing.save` has of each, by its place, as text."""
-    places = {wire: str(i) for i, wire in enumerate(wires)}
-    return {places[wire]: state for wire, state in _adapter.session().compressing.save(wires).items()}
 
 
 def in_last(last: tf.Tensor, exchanged: Callable[[], list[Any]], own: list[Any]) -> list[Any]:

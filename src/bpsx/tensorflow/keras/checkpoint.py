@@ -23,10 +23,10 @@ class Kept(Archived, _Saveable):  # type: ignore[misc]
         self._exchange = exchange
 
     def _save(self) -> dict[str, Any]:
-        return self._exchange.kept()
+        return self._exchange.keeping.save()
 
     def _load(self, saved: dict[str, Any]) -> None:
-        self._exchange.put_back(saved)
+        self._exchange.load(saved)
 
     def _obj_type(self) -> str:
         return "Optimizer"      # whose attributes Keras does not look into
