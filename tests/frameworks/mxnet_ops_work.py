@@ -36,6 +36,13 @@ def job_sums() -> Any:
     return found
 
 
+def job_bfloat16() -> Any:
+    """Which NumPy does not have: MXNet shows it as a structure of one field."""
+    x = given((3, 4)).astype(np.dtype([("bfloat16", np.uint16)]))
+    bps.byteps_push_pull(x, is_average=False)
+    return mx.nd.amp_cast(x, dtype="float32").asnumpy()
+
+
 def job_numpy_arrays() -> Any:
     """mx.np's: also without elements, and without dimensions."""
     with mx.util.np_shape(True):

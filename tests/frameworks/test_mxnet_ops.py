@@ -14,8 +14,8 @@ from mxnet_job import Finished, each, run_job
 pytestmark = pytest.mark.timeout(300)
 WORKERS = 2
 WORK = str(Path(__file__).with_name("mxnet_ops_work.py"))
-JOBS = ["job_sums", "job_numpy_arrays", "job_in_flight", "job_dependencies", "job_layouts", "job_one_name", "job_without_names", "job_broadcast",
-        "job_another_device", "job_arguments_that_reach_the_core", "job_declared", "job_compression_types",
+JOBS = ["job_sums", "job_bfloat16", "job_numpy_arrays", "job_in_flight", "job_dependencies", "job_layouts", "job_one_name", "job_without_names",
+        "job_broadcast", "job_another_device", "job_arguments_that_reach_the_core", "job_declared", "job_compression_types",
         "job_refused", "job_mismatch"]
 
 
@@ -53,6 +53,11 @@ def test_sums_and_averages(job: Finished) -> None:
                 want = want // 2 if want.dtype.kind in "iu" else (want / 2).astype(dtype)
             assert got.dtype == want.dtype and (got == want).all(), (dtype, shape, average)
         assert len(found) == 70
+
+
+def test_bfloat16(job: Finished) -> None:
+    for got in found_in(job, "job_bfloat16"):
+        assert (got == total((3, 4))).all()
 
 
 def test_arrays_of_numpys_kind(job: Finished) -> None:
@@ -128,7 +133,8 @@ def test_types_of_compression(job: Finished) -> None:
 def test_refused(job: Finished) -> None:
     expected = [
         "UnsupportedTensor: byteps_push_pull: a mxnet.nd.NDArray is needed, not ndarray", "stype 'row_sparse' cannot be sent",
-        "UnsupportedDType: byteps_push_pull of 'bool': dtype", "name must be a string", "priority=2147483648", "is_average must be True or False",
+        "UnsupportedDType: byteps_push_pull of 'bool': dtype bool cannot",
+        "name must be a string", "priority=2147483648", "is_average must be True or False",
         "a mapping from names", "root_rank=2: allowed are 0 to 1", "UnsupportedTensor: broadcast_parameters: 'x'", "has no shape yet",
         "name='': a string is needed", "compressor='zip'", "colour='red' is no key", "an optimizer of MXNet's is needed, not str",
         "is distributed already", "root_rank=-1", "rows_weight: sparse Parameters", "compression_params: compressor='zip'", "without mu",

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import mxnet as mx
+import numpy as np
 
 from bpsx import _adapter
 from bpsx._adapter import check_flag, check_name, check_priority
 from bpsx._calls import Plan
-from bpsx.dtypes import BY_NAME, UnsupportedDType
+from bpsx.dtypes import UnsupportedDType
 from bpsx.errors import BpsxError, ConfigError, PeerLostError
 from bpsx.mxnet import _pushes
 
@@ -45,13 +46,13 @@ def check_array(array: Any, what: str) -> None:
 
 def check_summable(array: Any, what: str) -> None:
     """Raise :class:`~bpsx.dtypes.UnsupportedDType` for elements that cannot be summed."""
-    if mx.nd.ndarray._DTYPE_NP_TO_MX.get(_type_of(array)) not in _SUMMED:
-        raise UnsupportedDType(f"{what}: dtype {_type_of(array)} cannot be summed; allowed: {', '.join(BY_NAME)}")
+    if _dtype_name(array) not in _SUMMED.values():
+        raise UnsupportedDType(f"{what}: dtype {_dtype_name(array)} cannot be summed; allowed: {', '.join(_SUMMED.values())}")
 
 
-def _type_of(array: Any) -> Any:
-    dtype = array.dtype
-    return dtype if isinstance(dtype, type) else getattr(dtype, "type", dtype)
+def _dtype_name(array: Any) -> str:
+    dtype = np.dtype(array.dtype)
+    return str(dtype.names[0] if dtype.names else dtype.name)        # bfloat16 is a structure with one field of that name
 
 
 @functools.lru_cache(4096)
@@ -109,7 +110,7 @@ def byteps_push_pull(tensor: mx.nd.NDArray, version: int = 0, priority: int = 0,
     what = f"byteps_push_pull of {name!r}" if name else "byteps_push_pull"
     check_array(tensor, what)
     check_summable(tensor, what)
-    wire = name or f"byteps_push_pull.noname.{_type_of(tensor).__name__}.{tuple(tensor.shape)}"
+    wire = name or f"byteps_push_pull.noname.{_dtype_name(tensor)}.{tuple(tensor.shape)}"
     submit(tensor, wire, average=bool(is_average), priority=int(priority))
 
 
