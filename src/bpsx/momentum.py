@@ -36,9 +36,9 @@ class Momentum:
         """Whether the optimizer has any."""
         return _is_one(self.value)
 
-    def follow(self, optimizer: Any) -> None:
+    def follow(self, optimizer: Any, of_gradients: bool) -> None:
         """Another optimizer has taken that one's place."""
-        self._optimizer = optimizer
+        self._optimizer, self._of_gradients = optimizer, of_gradients
 
     @property
     def value(self) -> Any:

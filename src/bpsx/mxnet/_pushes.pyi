@@ -10,10 +10,16 @@ def load(found: Mapping[str, int]) -> None:
 def wait(seconds: float) -> int:
     """Wait until all that has been pushed is over, at most so long. Returns how many operations are left. Thread-safe."""
 
+def new_turn() -> int:
+    """For a name. It is never freed."""
+
+def skipped() -> int:
+    """How many operations the engine has not executed, because what makes their arrays has failed. Thread-safe."""
+
 def push(array: int, turn: int, plan: Plan, rate: float, priority: int) -> None:
     """Have the engine do what ``plan`` asks for to the NDArray whose handle is ``array``, when what writes to it before has been done.
 
-    ``turn``: the handle of another one, which all operations of one name write to: that is their order. ``rate``: the learning rate, negative where
-    there is none; ``priority``: within the engine. What goes wrong later is raised where the array is waited for. Raises
+    ``turn``: the name's, out of :func:`new_turn`: the core gets the operations of one name in the order of these calls. ``rate``: the learning rate,
+    negative where there is none; ``priority``: within the engine. What goes wrong later is raised where the array is waited for. Raises
     :class:`~bpsx.errors.BpsxError` if the engine does not take it.
     """

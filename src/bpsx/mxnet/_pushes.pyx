@@ -2,6 +2,7 @@
 """push_pull and broadcast as asynchronous operations of MXNet's engine."""
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int64_t, uint32_t, uintptr_t
+from libc.stdlib cimport calloc, free, malloc
 
 from bpsx._adapter cimport Handle
 from bpsx._calls cimport Plan, end_call, keep, python_ends, submit
@@ -28,12 +29,27 @@ cdef struct Told:               # mxnet::Engine's CallbackOnComplete: whom to te
 cdef struct Error:              # std::runtime_error, of which MXNet's dmlc::Error has nothing but the name
     void *parts[2]
 
+# The operations of one name, which the core has to get in the order in which the engine has got them: that is not the one in which their arrays are
+# complete. Guarded by `pushed`.
+cdef struct Turn:
+    int64_t given               # so many the engine has got
+    int64_t due                 # so many the core has got
+    Push *early                 # those whose arrays are there, and others' before are not
+    bint taken                  # somebody gives them to the core
+
 cdef struct Push:
     Call call                   # first
     void *array                 # a handle of its own, so that the memory stays
     Told done
     Error error
     bint failed
+    bint skipped                # the engine has not executed it: what makes its array has failed
+    Turn *turn
+    int64_t number              # among those of its name
+    Push *next_early
+
+cdef struct Ticket:             # what the engine has, and throws away when it is done with the operation, executed or not
+    Push *push                  # NULL: it has been executed
 
 # MXNet's C API, and two functions of C++'s library; by the names in library.py.
 cdef struct Api:
@@ -49,9 +65,10 @@ cdef struct Api:
     void (*make_error)(Error *where, const char *text) noexcept nogil
     void (*drop_error)(Error *where) noexcept nogil
 
-cdef struct Pushed:             # how many operations the engine has been given, and has not heard the end of
+cdef struct Pushed:             # operations that the engine has been given
     Monitor monitor
-    int64_t pending
+    int64_t pending             # those that are not over
+    int64_t skipped             # those that it has not executed
     bint awaited                # somebody waits for the end of all
 
 cdef Api api
@@ -80,37 +97,62 @@ def load(found) -> None:
     api.drop_error = <void (*)(Error *) noexcept nogil>drop_error
 
 
+def new_turn() -> int:
+    cdef Turn *turn = <Turn *>calloc(1, sizeof(Turn))
+    if turn == NULL:
+        raise MemoryError("bpsx: no memory for a name")
+    return <uintptr_t>turn
+
+
 def push(uintptr_t array, uintptr_t turn, Plan plan not None, double rate, int priority) -> None:
-    cdef void *written[2]
     cdef Context context
     cdef int kind = ASYNCHRONOUS, status
+    cdef bint given = False
+    cdef void *array_
     cdef Push *made = <Push *>new_call(<uint32_t>len(plan.names), &of_engine, sizeof(Push))
-    if made == NULL:
+    cdef Ticket *ticket = <Ticket *>malloc(sizeof(Ticket))
+    if made == NULL or ticket == NULL:
+        if made != NULL:
+            free_call(&made.call)
+        free(ticket)
         raise MemoryError("bpsx: no memory for an operation")
+    ticket.push, made.turn = made, <Turn *>turn
     Py_INCREF(plan)
     made.call.held, made.call.rate = <void *>plan, rate
     context.kind, context.index = CPU, 0
     with nogil:
-        count(1)
         status = api.copy(<void *>array, &made.array)
         if status == 0:
             # What MKL-DNN has made has a layout of its own, and asking for memory would wait, in the engine's thread, for the engine.
             api.reorder(made.array)
-            written[0], written[1] = made.array, <void *>turn
-            status = api.push(run, made, NULL, &context, NULL, 0, written, 2, &kind, priority, b"bpsx", False)
-            if status != 0:
-                api.free(made.array)
-        if status != 0:
-            count(-1)
-    if status != 0:
+            lock(&pushed.monitor)
+            pushed.pending += 1
+            made.number = made.turn.given
+            made.turn.given += 1
+            unlock(&pushed.monitor)
+            given = True        # from here on it is the engine's, which throws the ticket away whatever happens
+            array_ = made.array
+            status = api.push(run, ticket, <void *>thrown_away, &context, NULL, 0, &array_, 1, &kind, priority, b"bpsx", False)
+    if not given:
         Py_DECREF(plan)
         free_call(&made.call)
+        free(ticket)
+    if status != 0:
         raise BpsxError(f"MXNet does not take an operation: {api.last_error().decode(errors='replace')}")
 
 
-cdef void count(int64_t more) noexcept nogil:
+def skipped() -> int:
+    cdef int64_t found
+    with nogil:
+        lock(&pushed.monitor)
+        found = pushed.skipped
+        unlock(&pushed.monitor)
+    return found
+
+
+cdef void count_over() noexcept nogil:
     lock(&pushed.monitor)
-    pushed.pending += more
+    pushed.pending -= 1
     if pushed.awaited and pushed.pending == 0:
         notify_all(&pushed.monitor)
     unlock(&pushed.monitor)
@@ -145,16 +187,60 @@ cdef object plan_of(Call *call):
 
 cdef void run(void *where, void *done, void *parameter) noexcept nogil:
     """All that the array depends on is there. Any of the engine's threads, or the one that pushes."""
-    cdef Push *made = <Push *>parameter
+    cdef Ticket *ticket = <Ticket *>parameter
+    cdef Push *made = ticket.push
+    ticket.push = NULL
     made.done = (<Told *>done)[0]
     if python_ends():
         fail(&made.call, ABORTED, b"bpsx: Python is ending, and with it all exchange")
     elif made.call.n > 0:
         take_array(made)
-    if made.failed:
-        settle(&made.call)
-    else:
-        submit(&made.call)
+    come(made)
+
+
+cdef void thrown_away(void *parameter) noexcept nogil:
+    """The engine is done with an operation."""
+    cdef Ticket *ticket = <Ticket *>parameter
+    if ticket.push != NULL:
+        ticket.push.skipped = True
+        come(ticket.push)
+    free(ticket)
+
+
+cdef void come(Push *made) noexcept nogil:
+    """Its array is there, or will never be. Give it to the core, and those of its name that have waited for it; or have it wait. One thread at a time
+    does so for a name, without the lock: whoever comes meanwhile leaves it to that one."""
+    cdef Turn *turn = made.turn
+    lock(&pushed.monitor)
+    made.next_early, turn.early = turn.early, made
+    if not turn.taken:
+        turn.taken = True
+        made = next_due(turn)
+        while made != NULL:
+            pushed.skipped += made.skipped
+            unlock(&pushed.monitor)
+            if made.failed or made.skipped:
+                settle(&made.call)
+            else:
+                submit(&made.call)
+            lock(&pushed.monitor)
+            made = next_due(turn)
+        turn.taken = False
+    unlock(&pushed.monitor)
+
+
+cdef Push *next_due(Turn *turn) noexcept nogil:
+    """Out of those that have come; NULL: it has not."""
+    cdef Push **at = &turn.early
+    cdef Push *found
+    while at[0] != NULL:
+        found = at[0]
+        if found.number == turn.due:
+            at[0] = found.next_early
+            turn.due += 1
+            return found
+        at = &found.next_early
+    return NULL
 
 
 cdef void take_array(Push *made) noexcept nogil:
@@ -201,18 +287,19 @@ cdef void settle(Call *call) noexcept nogil:
     cdef Push *made = <Push *>call
     cdef Told done = made.done
     cdef Error error = made.error       # it may be moved
-    cdef bint failed = made.failed
+    cdef bint failed = made.failed, skipped = made.skipped
     cdef void *array = made.array
     cdef uint32_t i
     for i in range(call.n):
         drop_dims(&call.parts[i])
     end_call(call)
-    done.function(done.engine, done.operation, &error if failed else NULL)
+    if not skipped:
+        done.function(done.engine, done.operation, &error if failed else NULL)
     if failed:
         api.drop_error(&error)          # the engine has made a copy
     if array != NULL:
         api.free(array)
-    count(-1)
+    count_over()
 
 
 cdef void free_array(void *array) noexcept nogil:

@@ -6,7 +6,10 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from bpsx import _adapter
+from bpsx.errors import ConfigError
 from bpsx.mxnet.ops import check_array, overwrite
 
 PREFIX = "Async."
@@ -19,8 +22,12 @@ class Weights:
     def __init__(self) -> None:
         self._seeded: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()        # by session
 
-    def step(self, update: Callable[[], Any], weights: Mapping[str, Sequence[Any]]) -> None:
-        """Let ``update`` change ``weights`` (by name, the copies on each device), push by how much, and put there what the servers have then."""
+    def step(self, update: Callable[[], Any], weights: Mapping[str, Sequence[Any]], optimizer: Any) -> None:
+        """Let ``update`` change ``weights`` (by name, the copies on each device), push by how much, and put there what the servers have then.
+        ``optimizer``: who changes them. Raises :class:`ConfigError` if it has weights of its own."""
+        if optimizer.multi_precision and any(copies[0].dtype == np.float16 for copies in weights.values()):
+            raise ConfigError("multi_precision=True: the optimizer has weights of its own, in float32, where with BYTEPS_ENABLE_ASYNC=1 the servers' "
+                              "count: leave it out, or train in float32")
         seeded = self._seeded.setdefault(_adapter.session(), set())
         for name, copies in weights.items():
             check_array(copies[0], f"weight {name!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mxnet as mx
@@ -20,6 +20,13 @@ PREFIX = "Gradient."
 #: Under this, with the first Parameter's name, workers count who has which gradients.
 USERS = "Users of gradients from "
 _VERB = "DistributedTrainer"
+
+
+def add_devices(gradients: list[Any]) -> None:
+    """Make the first the sum of all: a gradient on each of a worker's devices."""
+    with mx.autograd.pause():
+        for other in gradients[1:]:
+            gradients[0] += other.as_in_context(gradients[0].context)
 
 
 class Exchange:
@@ -60,7 +67,9 @@ class Exchange:
         new = [name for name in trained if name not in known]
         if not new:
             return
-        self.choices = choose(self._params, trained, _VERB, self._momentum.by_name(trained))
+        own = [str(p.name) for p in self._parameters]       # as users say them
+        chosen = choose(self._params, own, _VERB, self._momentum.by_name(own))
+        self.choices = {name: chosen[o] for name, o in zip(self._names, own, strict=True) if o in chosen and name in trained}
         self._momentum.take_over(trained, self.choices)
         for name in new:
             session.declare(PREFIX + name, self.choices.get(name), anew=name not in self._begun)
@@ -68,17 +77,20 @@ class Exchange:
         self._begun.update(new)
         self.keeping.put_back()
 
-    def __call__(self, rate: float, absent: Sequence[int] = ()) -> None:
-        """Begin to exchange all gradients but those of the Parameters with the numbers ``absent``, the first ones the most urgent."""
+    def __call__(self, rate: Callable[[], float], scale: float = 1.0, absent: Sequence[int] = ()) -> None:
+        """Begin to exchange all gradients, times ``scale``, but those of the Parameters with the numbers ``absent``; the first ones are the most
+        urgent. ``rate``: gives the learning rate, if compression needs it."""
         self.declare()
+        now = rate() if any(c.ef == "corrected" for c in self.choices.values()) else -1.0
         for i, parameter in enumerate(self._parameters):
             if parameter.grad_req == "null" or i in absent:
                 continue
             gradients = parameter.list_grad()
-            with mx.autograd.pause():
-                for other in gradients[1:]:
-                    gradients[0] += other.as_in_context(gradients[0].context)
-            overwrite(gradients, PREFIX + self._names[i], priority=-i, rate=rate)
+            add_devices(gradients)
+            if scale != 1.0:
+                with mx.autograd.pause():
+                    gradients[0] *= scale
+            overwrite(gradients, PREFIX + self._names[i], priority=-i, rate=now)
 
     def agree_on_users(self) -> list[int]:
         """Have workers that have no new gradient of a Parameter push zeros, where others have one. Returns the numbers of those that nobody has."""

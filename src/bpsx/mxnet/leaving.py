@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 import time
 
@@ -36,6 +37,10 @@ def suspend() -> None:
     """As :func:`bpsx.suspend`, after what MXNet's engine has been given."""
     finish()
     api.suspend()
+
+
+# MXNet's own handler of forks waits for its engine with the GIL, which what has not begun yet needs.
+os.register_at_fork(before=finish)
 
 
 @atexit.register

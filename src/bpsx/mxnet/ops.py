@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,8 +28,10 @@ _KEYS = {
     "momentum_mu": "mu", "seed": "seed", "dithering_partition": "partition", "dithering_normalize": "normalize",
 }
 _CHOICES = {"dithering_partition": ("linear", "natural"), "dithering_normalize": ("max", "l2")}
-#: By name: what all operations of that name write to, so that the engine executes them in the order in which they were given to it.
-_turns: dict[str, Any] = {}
+#: By name: what keeps the order of its operations.
+_turns: dict[str, int] = {}
+#: By session: how many operations the engine had skipped before.
+_skipped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -60,25 +63,35 @@ def _plan(name: str, priority: int, average: bool, root: int) -> Plan:
     return Plan([name], [priority], average, root, _SUMMED)
 
 
-def _turn(name: str) -> Any:
+def _turn(name: str) -> int:
     with _lock:
         if name not in _turns:
-            _turns[name] = mx.nd.zeros((1,), ctx=mx.cpu())
+            _turns[name] = _pushes.new_turn()
         return _turns[name]
+
+
+def _check_job() -> None:
+    """Raise if no exchange can be begun any more."""
+    session = _adapter.session()
+    if session.failure:
+        raise PeerLostError(session.failure)
+    now = _pushes.skipped()
+    if now > _skipped.setdefault(session, now):
+        raise BpsxError("an earlier exchange was left out by MXNet's engine, because what computes its array has failed (an MXNetError said "
+                        "why): from then on this worker's gradients would be added to those of other steps of the others. End this worker")
 
 
 def submit(array: Any, name: str, *, average: bool = False, root: int = -1, priority: int = 0, rate: float = -1.0) -> None:
     """Have the engine overwrite ``array``, when it is complete, with the sum or average of all workers', or with worker ``root``'s. Returns at once.
 
-    Raises :class:`~bpsx.errors.NotInitializedError`; and :class:`~bpsx.errors.PeerLostError` where the job is known to have failed.
+    Raises :class:`~bpsx.errors.NotInitializedError`; :class:`~bpsx.errors.PeerLostError` where the job is known to have failed; and
+    :class:`~bpsx.errors.BpsxError` where the engine has left an exchange out.
     """
-    failure = _adapter.session().failure
-    if failure:
-        raise PeerLostError(failure)
+    _check_job()
     # Elsewhere it is copied here and back, both by the engine.
     here = array if array.context.device_type in HOST else array.as_in_context(mx.cpu())
     with mx.autograd.pause():
-        _pushes.push(here.handle.value, _turn(name).handle.value, _plan(name, priority, average, root), rate, priority)
+        _pushes.push(here.handle.value, _turn(name), _plan(name, priority, average, root), rate, priority)
         if here is not array:
             here.copyto(array)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,14 +14,16 @@ from bpsx.mxnet.asynchronous import Weights
 from bpsx.mxnet.ops import check_array, submit
 
 PREFIX = "Gradient."
+#: Others have indices of the same numbers.
+_numbers = itertools.count(1)
 
 
 class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     """An optimizer that works with the averages of all workers' gradients, and otherwise is ``optimizer``.
 
-    For ``Module.fit`` (with ``kvstore=None``) and for updaters of one's own. Gradients are known by their indices or names, as the Module gives
-    them; each is exchanged when it is updated, the first layers' with the highest priority. Weights have to begin alike: see
-    :func:`broadcast_parameters`. In asynchronous training the weights' changes travel, see ``docs/async.md``.
+    For ``Module.fit`` (with ``kvstore=None``; of a Module on several devices ``"local"``, which adds up theirs) and for updaters of one's own.
+    Gradients are known by their indices or names, as the Module gives them; each is exchanged when it is updated, the first layers' with the highest priority.
+    Weights have to begin alike: see :func:`broadcast_parameters`. In asynchronous training the weights' changes travel, see ``docs/async.md``.
 
     With gluon use :class:`DistributedTrainer`. Raises :class:`~bpsx.errors.ConfigError`.
     """
@@ -31,7 +34,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
                               "mxnet.optimizer.create(name, ...) makes one")
         if isinstance(optimizer, DistributedOptimizer):
             raise ConfigError("DistributedOptimizer: this optimizer is distributed already")
-        self.__dict__["_optimizer"], self.__dict__["_weights"] = optimizer, Weights()
+        self.__setstate__({"_optimizer": optimizer})
 
     def __getattr__(self, name: str) -> Any:
         if name == "_optimizer":        # is being unpickled
@@ -45,7 +48,8 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         return {"_optimizer": self._optimizer}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _weights=Weights())
+        number = next(_numbers)
+        self.__dict__.update(state, _weights=Weights(), _suffix="" if number == 1 else f"#{number}")
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """As the optimizer's own, after the exchange."""
@@ -59,11 +63,12 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         several = isinstance(index, (list, tuple))
         indices, weights, grads = (index, weight, grad) if several else ([index], [weight], [grad])
         if _adapter.session().config.asynchronous:
-            self._weights.step(lambda: update(index, weight, grad, state), {str(i): [w] for i, w in zip(indices, weights, strict=True)})
+            self._weights.step(lambda: update(index, weight, grad, state), {f"{i}{self._suffix}": [w] for i, w in zip(indices, weights, strict=True)},
+                               self._optimizer)
             return
         for i, g in zip(indices, grads, strict=True):
             check_array(g, f"DistributedOptimizer: gradient {i}")
-            submit(g, f"{PREFIX}{i}", average=True, priority=-i if isinstance(i, int) else 0)
+            submit(g, f"{PREFIX}{i}{self._suffix}", average=True, priority=-i if isinstance(i, int) else 0)
         update(index, weight, grad, state)
 
 

@@ -17,7 +17,8 @@ from bpsx.momentum import Momentum
 from bpsx.mxnet.asynchronous import Weights
 from bpsx.mxnet.broadcast import PREFIX
 from bpsx.mxnet.decay import DecayMomentum
-from bpsx.mxnet.exchange import Exchange
+from bpsx.mxnet.exchange import Exchange, add_devices
+from bpsx.mxnet.leaving import finish
 from bpsx.mxnet.names import name_of
 from bpsx.mxnet.ops import overwrite
 from bpsx.mxnet.optimizer import DistributedOptimizer
@@ -61,6 +62,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._taken = Momentum(self._optimizer, "momentum", isinstance(self._optimizer, _WITH_MOMENTUM), "SGD and NAG")
         self._exchange = Exchange(self._params, compression_params, self._taken)
         self._weights, self._decay = Weights(), DecayMomentum()
+        self._known_to = id(_adapter.session())
 
     # ---- what gluon's Trainer is made of
 
@@ -84,7 +86,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     def _allreduce_grads(self) -> None:
         _refuse_parts()
-        self._exchange(self._rate())
+        self._exchange(self._rate)
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
         onebit = {i: p for i, p in enumerate(self._params) if (c := self._exchange.of(i)) and c.momentum and c.compressor == "onebit"}
@@ -105,15 +107,27 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """As gluon's, with the gradients of all workers. ``batch_size``: of this worker."""
-        self._check_and_rescale_grad(self._scale / batch_size)
         self._prepare()
-        if _adapter.session().config.asynchronous:
+        session = _adapter.session()
+        if session.config.asynchronous:
             self._exchange.check_async()
-            trained = [p for p in self._params if p.grad_req != "null"]
-            self._weights.step(lambda: self._update(ignore_stale_grad), {name_of(p): p.list_data() for p in trained})
+            self._check_and_rescale_grad(self._scale / batch_size)
+            self._step_asynchronously(ignore_stale_grad)
             return
-        self._exchange(self._rate(), self._exchange.agree_on_users() if ignore_stale_grad else ())
+        # Before the exchange: workers' batches may differ in size, and what compression keeps is in these units.
+        scale = self._scale / (batch_size * session.size)
+        self._exchange(self._rate, scale, self._exchange.agree_on_users() if ignore_stale_grad else ())
+        self._optimizer.rescale_grad = 1.0
         self._update(ignore_stale_grad)
+
+    def _step_asynchronously(self, ignore_stale_grad: bool) -> None:
+        trained = [p for p in self._params if p.grad_req != "null"]
+        for parameter in trained:
+            gradients = parameter.list_grad()
+            add_devices(gradients)
+            for other in gradients[1:]:
+                gradients[0].copyto(other)
+        self._weights.step(lambda: self._update(ignore_stale_grad), {name_of(p): p.list_data() for p in trained}, self._optimizer)
 
     def update(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """As gluon's, after ``allreduce_grads()``."""
@@ -121,13 +135,17 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         super().update(batch_size, ignore_stale_grad)
 
     def _prepare(self) -> None:
+        session = _adapter.session()
+        if self._known_to != id(session):       # after resume() there may be workers that have never had these weights
+            self._known_to, self._params_to_init = id(session), list(self._params)
         if not self._kv_initialized:
             self._init_kvstore()
         if self._params_to_init:
             self._init_params()
 
     def save_states(self, fname: str) -> None:
-        """As gluon's, and what compression keeps: each worker needs a file of its own."""
+        """As gluon's, and what compression keeps: each worker needs a file of its own. Waits for what the engine has been given."""
+        finish()
         super().save_states(fname)
         if self._exchange.compresses:
             archive = packed({**self._exchange.keeping.save(), _DECAY: self._decay.save()})
@@ -139,8 +157,9 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
         Raises :class:`~bpsx.errors.ConfigError` for what is no such file, or of other gradients.
         """
+        finish()
         super().load_states(fname)
-        self._taken.follow(self._optimizer)
+        self._taken.follow(self._optimizer, isinstance(self._optimizer, _WITH_MOMENTUM))
         if self._exchange.compresses:
             saved = unpacked(_archive(Path(fname).read_bytes()))
             self._decay.load(saved.pop(_DECAY, {}), self._contexts)
