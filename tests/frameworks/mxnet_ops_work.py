@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import mxnet as mx
@@ -216,4 +217,19 @@ def job_mismatch() -> Any:
         told = str(e)
     good = mx.nd.ones((3,))
     bps.byteps_push_pull(good, name="good", is_average=False)
-    return told, good.asnumpy()
+    again = mx.nd.ones((2,))
+    bps.byteps_push_pull(again, name="bad", is_average=False)
+    return told, good.asnumpy(), again.asnumpy()
+
+
+def job_forks() -> Any:
+    """MXNet's handler of forks waits for its engine, with the GIL."""
+    x = given((20_000,))
+    for step in range(20):
+        for i in range(10):
+            bps.byteps_push_pull(x, name=f"forked.{i}", priority=step)
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+    return x.asnumpy()

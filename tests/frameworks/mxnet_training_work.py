@@ -13,6 +13,8 @@ from mxnet import autograd, gluon
 
 import bpsx.mxnet as bps
 from bpsx.api import session
+from bpsx.archive import unpacked
+from bpsx.mxnet.trainer import _archive
 
 WORKERS, ROWS, STEPS = 2, 8, 5
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -132,6 +134,20 @@ def job_thawed() -> Any:
             trainer.step(ROWS)
         found.append(weights(net))
     return found
+
+
+def job_uneven_batches() -> Any:
+    """Workers' batches of 3 and 5 pictures: each gradient is that of its worker's mean. Momentum is compression's."""
+    net = gluon.nn.Dense(2, in_units=3, use_bias=False, prefix="uneven_")
+    net.initialize(mx.init.Zero())
+    params = {"compressor": "onebit", "momentum": "nesterov"}
+    trainer = bps.DistributedTrainer(net.collect_params(), "sgd", dict(SGD, wd=0.0), compression_params=params)
+    for rows in ((3, 5), (1, 40)):
+        with autograd.record():
+            loss = net(mx.nd.ones((rows[bps.rank()], 3)) * (1 + bps.rank())).sum()
+        loss.backward()
+        trainer.step(rows[bps.rank()])
+    return net.weight.data().asnumpy()
 
 
 def job_stale() -> Any:
@@ -275,6 +291,24 @@ RESUMED: dict[str, Any] = {
 }
 
 
+def job_saved_at_once() -> Any:
+    """Right after a step, of which nothing has been waited for."""
+    net = network("at_once_")
+    trainer = bps.DistributedTrainer(net.collect_params(), "sgd", dict(SGD), compression_params={"compressor": "topk", "k": 0.05, "ef": "vanilla"})
+    found = []
+    for step in range(3):
+        backward(net, *data(step, bps.rank()))
+        trainer.step(ROWS)
+        kept = []
+        for _ in range(2):
+            with tempfile.NamedTemporaryFile() as file:
+                trainer.save_states(file.name)
+                kept.append(unpacked(_archive(Path(file.name).read_bytes())))
+            mx.nd.waitall()
+        found.append([{(i, key): np.asarray(value) for i, state in saved.items() for key, value in state.items()} for saved in kept])
+    return found
+
+
 def _trained(case: str, begin: int, end: int) -> list[np.ndarray]:
     """From this worker's checkpoint if it does not begin at 0; leaves one after four steps."""
     net = network(f"{case}_", seed=begin)
@@ -384,25 +418,44 @@ def job_async() -> Any:
         loss.backward()
         trainer.step(1)
     net.weight.data().wait_to_read()
-    updater = mx.optimizer.get_updater(bps.DistributedOptimizer(mx.optimizer.create("sgd", learning_rate=1.0, wd=0.0)))
-    array = mx.nd.ones((3,)) * 5 * (bps.rank() + 1)
+    updater, other = (mx.optimizer.get_updater(bps.DistributedOptimizer(mx.optimizer.create("sgd", learning_rate=1.0, wd=0.0))) for _ in range(2))
+    array, another = mx.nd.ones((3,)) * 5 * (bps.rank() + 1), mx.nd.ones((3,)) * 50 * (bps.rank() + 1)
     for _ in range(3):
         updater("mine", mx.nd.ones((3,)), array)
+        other("mine", mx.nd.ones((3,)), another)
     array.wait_to_read()
+    another.wait_to_read()
+    devices = gluon.nn.Dense(2, in_units=3, use_bias=False, prefix="async_devices_")
+    devices.initialize(mx.init.Zero(), ctx=[mx.cpu(0), mx.cpu(1)])
+    of_devices = bps.DistributedTrainer(devices.collect_params(), "sgd", {"learning_rate": 1.0})
+
+    def step_on_devices(factor: float) -> None:
+        for i, ctx in enumerate((mx.cpu(0), mx.cpu(1))):
+            with autograd.record():
+                loss = devices(mx.nd.ones((1, 3), ctx=ctx) * (1 + 9 * i) * factor).sum()
+            loss.backward()
+        of_devices.step(1)
+        mx.nd.waitall()
+
+    step_on_devices(1.0)
     session().barrier()
     with autograd.record():
         loss = (net(mx.nd.zeros((1, 3)))).sum()
     loss.backward()
     trainer.step(1)
     updater("mine", mx.nd.zeros((3,)), array)
+    other("mine", mx.nd.zeros((3,)), another)
+    step_on_devices(0.0)
+    half = mx.optimizer.get_updater(bps.DistributedOptimizer(mx.optimizer.create("sgd", multi_precision=True)))
     told = []
-    for call in (trainer.allreduce_grads, lambda: trainer.update(1), lambda: bps.DistributedTrainer(
+    for call in (trainer.allreduce_grads, lambda: trainer.update(1), lambda: half(
+            0, mx.nd.ones((3,), dtype="float16"), mx.nd.ones((3,), dtype="float16")), lambda: bps.DistributedTrainer(
             net.collect_params(), "sgd", compression_params={"compressor": "onebit"}).step(1)):
         try:
             call()
         except Exception as e:
             told.append(str(e))
-    return net.weight.data().asnumpy(), array.asnumpy(), told
+    return net.weight.data().asnumpy(), array.asnumpy(), another.asnumpy(), devices.weight.data(mx.cpu(1)).asnumpy(), told
 
 
 def job_gradients() -> Any:

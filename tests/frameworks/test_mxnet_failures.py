@@ -133,6 +133,75 @@ def test_suspend_and_resume(size: int) -> None:
             assert first == 1200 - 1.5 and second == (first - 3.0 if size == 2 else first - 1200), (first, second)
 
 
+def test_an_exchange_that_the_engine_leaves_out_ends_this_workers() -> None:
+    """A script that catches the error of its own computation and goes on would be a step behind."""
+    status, told, output = run("""
+bps.init()
+def step(number):
+    x = mx.nd.ones((3,)) * number
+    if bps.rank() == 0 and number == 1:
+        x = x + mx.nd.Custom(x, op_type="bpsx_breaks")
+    bps.byteps_push_pull(x, name="x", is_average=False)
+    return x.asnumpy()
+
+class Breaks(mx.operator.CustomOp):
+    def forward(self, *_):
+        raise ValueError("broken")
+
+@mx.operator.register("bpsx_breaks")
+class Prop(mx.operator.CustomOpProp):
+    def create_operator(self, *_):
+        return Breaks()
+
+for number in range(3):
+    try:
+        print(number, step(number))
+    except Exception as e:
+        print(number, type(e).__name__, str(e).splitlines()[-1])
+        if bps.rank() == 1 or number == 2:
+            sys.exit(3)
+""")
+    first, second = ([line for line in told[rank] if line[:2] in ("0 ", "1 ", "2 ")] for rank in (0, 1))
+    assert first[0] == second[0] == "0 [0. 0. 0.]" and first[1].startswith("1 MXNetError"), output[-2000:]
+    assert first[2].startswith("2 BpsxError an earlier exchange was left out"), output[-2000:]
+    assert len(second) == 2 and not second[1].startswith("1 ["), output[-2000:]
+    assert status == 3
+
+
+GROWS = HEAD + """
+bps.init()
+rank, old = bps.rank(), os.environ.get("NEW") is None
+net = gluon.nn.Dense(2, in_units=3, use_bias=False, prefix="grows_")
+net.initialize(mx.init.Constant(rank + 1))
+trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
+def step():
+    with autograd.record():
+        loss = net(mx.nd.ones((1, 3))).sum()
+    loss.backward()
+    trainer.step(1)
+    return float(net.weight.data().asnumpy().sum())
+if old:
+    step()
+    bps.suspend()
+    report("suspended")
+    hear()
+    bps.resume(3, 1)
+report(step())
+bps.shutdown()
+"""
+
+
+def test_a_worker_that_comes_later_gets_the_weights() -> None:
+    with Job(GROWS, workers=2, servers=1) as job:
+        for worker in job.workers:
+            worker.wait_for_line("suspended")
+        job.servers_anew(3)
+        job.start_worker(2, "import os\nos.environ['NEW'] = '1'\n" + GROWS)
+        for worker in job.workers[:2]:
+            worker.say("go")
+        assert [reports[-1] for reports in job.results()] == [6 - 2 * 6.0] * 3
+
+
 def test_memory_stays_flat() -> None:
     status, told, output = run("""
 bps.init()

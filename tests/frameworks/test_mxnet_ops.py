@@ -16,7 +16,7 @@ WORKERS = 2
 WORK = str(Path(__file__).with_name("mxnet_ops_work.py"))
 JOBS = ["job_sums", "job_bfloat16", "job_numpy_arrays", "job_in_flight", "job_dependencies", "job_layouts", "job_one_name", "job_without_names",
         "job_broadcast", "job_another_device", "job_arguments_that_reach_the_core", "job_declared", "job_compression_types",
-        "job_refused", "job_mismatch"]
+        "job_refused", "job_mismatch", "job_forks"]
 
 
 def values(shape: Any, rank: int, dtype: str = "float32") -> np.ndarray:
@@ -32,7 +32,7 @@ def total(shape: Any, dtype: str = "float32") -> np.ndarray:
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """With MXNet's engine as it is, and the one that executes each operation before the next is given."""
     naive = request.param == "NaiveEngine"
-    jobs = [name for name in JOBS if not (naive and name in ("job_in_flight", "job_mismatch"))]
+    jobs = [name for name in JOBS if not (naive and name in ("job_in_flight", "job_mismatch", "job_forks"))]
     env = {"MXNET_ENGINE_TYPE": "NaiveEngine"} if naive else {}
     finished = run_job(WORK, jobs, tmp_path_factory.mktemp("ops"), BYTEPS_MIN_COMPRESS_BYTES="1000", **env)
     assert finished.status == 0, finished.output[-3000:]
@@ -145,9 +145,14 @@ def test_refused(job: Finished) -> None:
 
 
 def test_a_mismatch_is_raised_where_the_result_is_waited_for(job: Finished) -> None:
-    for told, good in found_in(job, "job_mismatch"):
+    for told, good, again in found_in(job, "job_mismatch"):
         assert "MismatchError: tensor 'bad': " in told and "(3,)" in told and "(4,)" in told
-        assert (good == 2).all()
+        assert (good == 2).all() and (again == 2).all()
+
+
+def test_a_process_that_forks_while_operations_wait(job: Finished) -> None:
+    for x in found_in(job, "job_forks"):
+        assert (x == total((20_000,)) / 2).all()
 
 
 def test_before_init() -> None:

@@ -15,7 +15,8 @@ from oracle import Sums
 pytestmark = pytest.mark.timeout(300)
 WORK = str(Path(__file__).with_name("mxnet_training_work.py"))
 PARTITION = 8192            # of what is compressed: twice the others'
-JOBS = ["job_equality", "job_deferred", "job_parts", "job_thawed", "job_stale", "job_overflow", "job_as_scripts_do", "job_two_trainers", "job_module",
+JOBS = ["job_equality", "job_deferred", "job_parts", "job_thawed", "job_uneven_batches",
+        "job_stale", "job_overflow", "job_as_scripts_do", "job_two_trainers", "job_module",
         "job_loop", "job_decay"]
 
 
@@ -36,7 +37,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.fixture(scope="module")
 def compressed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    finished = run_job(WORK, ["job_gradients"], tmp_path_factory.mktemp("compressed"), BYTEPS_MIN_COMPRESS_BYTES="200",
+    finished = run_job(WORK, ["job_gradients", "job_saved_at_once"], tmp_path_factory.mktemp("compressed"), BYTEPS_MIN_COMPRESS_BYTES="200",
                        BYTEPS_PARTITION_BYTES=str(PARTITION // 2))
     assert finished.status == 0, finished.output[-3000:]
     return finished
@@ -60,6 +61,12 @@ def test_the_first_step_begins_with_the_roots_weights(job: Finished) -> None:
 def test_gradients_and_updates_by_themselves(job: Finished) -> None:
     for alone, ours in each(job, "job_parts"):
         assert close(alone, ours)
+
+
+def test_batches_of_different_sizes(job: Finished) -> None:
+    """Gradients of 1 and 2: 1.5 on average, whatever the batches; Nesterov's momentum of it."""
+    first, second = each(job, "job_uneven_batches")
+    assert np.array_equal(first, second) and np.allclose(first, -0.1 * (1.5 * 1.9 + 1.5 + 0.9 * (1.5 + 0.9 * 1.5)))
 
 
 def test_parameters_that_are_trained_later(job: Finished) -> None:
@@ -121,6 +128,12 @@ def test_states_are_saved_with_what_compression_keeps(tmp_path: Path) -> None:
         assert rates == [0.05] * 10 and told.startswith("ConfigError: state of compression: 7 bytes that are none")
 
 
+def test_states_that_are_saved_at_once_are_whole(compressed: Finished) -> None:
+    for steps in each(compressed, "job_saved_at_once"):
+        for at_once, later in steps:
+            assert sorted(at_once) == sorted(later) and len(at_once) > 10 and all(np.array_equal(at_once[key], later[key]) for key in later)
+
+
 def test_compressed_sums_are_the_oracles(compressed: Finished) -> None:
     results = each(compressed, "job_gradients")
     least = results[0][1]
@@ -157,6 +170,6 @@ def _check(case: str, name: str, params: Any, given: list[list[np.ndarray]], got
 def test_asynchronous_training_adds_steps_up(tmp_path_factory: pytest.TempPathFactory) -> None:
     finished = run_job(WORK, ["job_async"], tmp_path_factory.mktemp("async"), BYTEPS_ENABLE_ASYNC="1")
     assert finished.status == 0, finished.output[-3000:]
-    for weight, array, told in each(finished, "job_async"):
-        assert (weight == 1.0 - 6).all() and (array == 5.0 - 6).all()
-        assert "call step()" in told[0] and "call step()" in told[1] and "leave compression_params out" in told[2]
+    for weight, array, another, devices, told in each(finished, "job_async"):
+        assert (weight == 1.0 - 6).all() and (array == 5.0 - 6).all() and (another == 50.0 - 6).all() and (devices == -22).all()
+        assert "call step()" in told[0] and "call step()" in told[1] and "multi_precision=True" in told[2] and "leave compression_params" in told[3]

@@ -21,9 +21,10 @@ _numbers = itertools.count(1)
 class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     """An optimizer that works with the averages of all workers' gradients, and otherwise is ``optimizer``.
 
-    For ``Module.fit`` (with ``kvstore=None``; of a Module on several devices ``"local"``, which adds up theirs) and for updaters of one's own.
-    Gradients are known by their indices or names, as the Module gives them; each is exchanged when it is updated, the first layers' with the highest priority.
-    Weights have to begin alike: see :func:`broadcast_parameters`. In asynchronous training the weights' changes travel, see ``docs/async.md``.
+    For ``Module.fit`` (with ``kvstore=None``; of a Module on several devices ``"local"``, which adds up theirs), and for updaters of one's own.
+    Gradients are known by their indices or names, as the Module gives them; each is exchanged when it is updated, the first layers' with the highest
+    priority. Weights have to begin alike: see :func:`broadcast_parameters`. In asynchronous training the weights' changes travel, see
+    ``docs/async.md``.
 
     With gluon use :class:`DistributedTrainer`. Raises :class:`~bpsx.errors.ConfigError`.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._taken = Momentum(self._optimizer, "momentum", isinstance(self._optimizer, _WITH_MOMENTUM), "SGD and NAG")
         self._exchange = Exchange(self._params, compression_params, self._taken)
         self._weights, self._decay = Weights(), DecayMomentum()
-        self._known_to = id(_adapter.session())
+        self._known_to = weakref.ref(_adapter.session())
 
     # ---- what gluon's Trainer is made of
 
@@ -136,8 +137,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     def _prepare(self) -> None:
         session = _adapter.session()
-        if self._known_to != id(session):       # after resume() there may be workers that have never had these weights
-            self._known_to, self._params_to_init = id(session), list(self._params)
+        if self._known_to() is not session:     # after resume() there may be workers that have never had these weights
+            self._known_to, self._params_to_init = weakref.ref(session), list(self._params)
         if not self._kv_initialized:
             self._init_kvstore()
         if self._params_to_init:
