@@ -10,12 +10,19 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from frameworks import running
 from frameworks.running import Finished, each
 
-__all__ = ["Finished", "each", "load", "run_job", "work"]
+__all__ = ["Finished", "each", "load", "run_job", "values", "work"]
 
 run_job = functools.partial(running.run_job, "mxnet_job")
+
+
+def values(shape: Any, rank: int, dtype: str = "float32") -> np.ndarray:
+    """Small whole numbers, others on each worker."""
+    return np.random.default_rng([rank, *shape]).integers(0, 20, shape).astype(dtype)
 
 
 def load(file: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import mxnet as mx
 import numpy as np
+from mxnet_job import values
 
 import bpsx.mxnet as bps
 from bpsx.api import session
@@ -15,11 +16,6 @@ from bpsx.mxnet import ops
 SUMMED = ("float16", "float32", "float64", "int8", "uint8", "int32", "int64")
 SHAPES = ((5,), (3, 4), (2, 3, 4), (1, 1, 1, 1, 1, 1, 1, 2), (70_000,))
 IN_FLIGHT = 16
-
-
-def values(shape: Any, rank: int, dtype: str = "float32") -> np.ndarray:
-    """Small whole numbers, others on each worker."""
-    return np.random.default_rng([rank, *shape]).integers(0, 20, shape).astype(dtype)
 
 
 def given(shape: Any, dtype: str = "float32") -> Any:

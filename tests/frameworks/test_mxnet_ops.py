@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mxnet_job import Finished, each, run_job
+from mxnet_job import Finished, each, run_job, values
 
 pytestmark = pytest.mark.timeout(300)
 WORKERS = 2
@@ -17,11 +17,6 @@ WORK = str(Path(__file__).with_name("mxnet_ops_work.py"))
 JOBS = ["job_sums", "job_bfloat16", "job_numpy_arrays", "job_in_flight", "job_dependencies", "job_layouts", "job_one_name", "job_without_names",
         "job_broadcast", "job_another_device", "job_arguments_that_reach_the_core", "job_declared", "job_compression_types",
         "job_refused", "job_mismatch", "job_forks"]
-
-
-def values(shape: Any, rank: int, dtype: str = "float32") -> np.ndarray:
-    """As in mxnet_ops_work.py."""
-    return np.random.default_rng([rank, *shape]).integers(0, 20, shape).astype(dtype)
 
 
 def total(shape: Any, dtype: str = "float32") -> np.ndarray:

@@ -6,8 +6,8 @@ from libc.stdlib cimport calloc, free, malloc
 
 from bpsx._adapter cimport Handle
 from bpsx._calls cimport Plan, end_call, keep, python_ends, submit
-from bpsx.core.sync cimport Monitor, lock, monitor_init, notify_all, now_ns, unlock, wait_until
 from bpsx.calls cimport ABORTED, INTERNAL, RESOURCE_EXHAUSTED, Call, Caller, Part, drop_dims, free_call, new_call, room_for_dims
+from bpsx.core.sync cimport Monitor, lock, monitor_init, notify_all, now_ns, unlock, wait_until
 
 from bpsx.errors import BpsxError
 
@@ -69,7 +69,6 @@ cdef struct Pushed:             # operations that the engine has been given
     Monitor monitor
     int64_t pending             # those that are not over
     int64_t skipped             # those that it has not executed
-    bint awaited                # somebody waits for the end of all
 
 cdef Api api
 cdef Pushed pushed
@@ -153,7 +152,7 @@ def skipped() -> int:
 cdef void count_over() noexcept nogil:
     lock(&pushed.monitor)
     pushed.pending -= 1
-    if pushed.awaited and pushed.pending == 0:
+    if pushed.pending == 0:
         notify_all(&pushed.monitor)
     unlock(&pushed.monitor)
 
@@ -162,7 +161,6 @@ def wait(double seconds) -> int:
     cdef int64_t end = now_ns() + <int64_t>(seconds * 1e9), left
     with nogil:
         lock(&pushed.monitor)
-        pushed.awaited = True
         while pushed.pending > 0 and now_ns() < end:
             wait_until(&pushed.monitor, end)
         left = pushed.pending

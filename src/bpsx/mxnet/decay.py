@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,14 +17,14 @@ class DecayMomentum:
         self._kept: dict[int, list[Any]] = {}       # by the Parameter's number: on each device, float32
 
     @contextmanager
-    def around(self, parameters: Mapping[int, Any], mu_of: Callable[[int], float], optimizer: Any, updaters: Sequence[Any]) -> Iterator[None]:
-        """Inside, ``optimizer`` steps. ``parameters``: by number, those whose gradients' momentum is added by onebit on the way; ``updaters``: the
-        optimizer's, for each device."""
+    def around(self, parameters: Sequence[Any], mus: Mapping[int, float], optimizer: Any, updaters: Sequence[Any]) -> Iterator[None]:
+        """Inside, ``optimizer`` steps. ``mus``: by the numbers of those whose gradients' momentum is added by onebit on the way, its factor;
+        ``updaters``: the optimizer's, for each device."""
         new = {}
-        for i, parameter in parameters.items():
-            weights = parameter.list_data()
-            if optimizer._get_wd(i) and all(w._fresh_grad for w in weights):        # others are left alone
-                new[i] = self._grown(i, weights, mu_of(i), optimizer._get_wd(i))
+        for i, mu in mus.items():
+            weights, wd = parameters[i].list_data(), optimizer._get_wd(i)
+            if wd and all(w._fresh_grad for w in weights):      # others are left alone
+                new[i] = self._grown(i, weights, mu, wd)
         yield
         for i, momenta in new.items():
             weights = parameters[i].list_data()
@@ -32,7 +32,7 @@ class DecayMomentum:
                 continue            # an overflow: nothing was done
             self._kept[i] = momenta
             for weight, m, updater in zip(weights, momenta, updaters, strict=True):
-                _subtract(weight, optimizer._get_lr(i) * mu_of(i) * m, updater.states.get(i))
+                _subtract(weight, optimizer._get_lr(i) * mus[i] * m, updater.states.get(i))
 
     def _grown(self, i: int, weights: Sequence[Any], mu: float, wd: float) -> list[Any]:
         before = self._kept.get(i) or [mx.nd.zeros(w.shape, ctx=w.context) for w in weights]

@@ -14,19 +14,12 @@ from bpsx.errors import ConfigError
 from bpsx.keeping import Keeping
 from bpsx.momentum import Momentum
 from bpsx.mxnet.names import name_of
-from bpsx.mxnet.ops import overwrite, submit
+from bpsx.mxnet.ops import add_devices, overwrite, submit
 
 PREFIX = "Gradient."
 #: Under this, with the first Parameter's name, workers count who has which gradients.
 USERS = "Users of gradients from "
 _VERB = "DistributedTrainer"
-
-
-def add_devices(gradients: list[Any]) -> None:
-    """Make the first the sum of all: a gradient on each of a worker's devices."""
-    with mx.autograd.pause():
-        for other in gradients[1:]:
-            gradients[0] += other.as_in_context(gradients[0].context)
 
 
 class Exchange:

@@ -99,6 +99,18 @@ def submit(array: Any, name: str, *, average: bool = False, root: int = -1, prio
 def overwrite(copies: Sequence[Any], name: str, *, root: int = -1, priority: int = 0, rate: float = -1.0) -> None:
     """:func:`submit` of the first of a worker's copies, and the others become the same."""
     submit(copies[0], name, root=root, priority=priority, rate=rate)
+    copy_to_devices(copies)
+
+
+def add_devices(copies: list[Any]) -> None:
+    """Make the first the sum of all: a gradient on each of a worker's devices."""
+    with mx.autograd.pause():
+        for other in copies[1:]:
+            copies[0] += other.as_in_context(copies[0].context)
+
+
+def copy_to_devices(copies: Sequence[Any]) -> None:
+    """Make all what the first is."""
     with mx.autograd.pause():
         for other in copies[1:]:
             copies[0].copyto(other)

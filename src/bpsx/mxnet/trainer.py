@@ -18,10 +18,10 @@ from bpsx.momentum import Momentum
 from bpsx.mxnet.asynchronous import Weights
 from bpsx.mxnet.broadcast import PREFIX
 from bpsx.mxnet.decay import DecayMomentum
-from bpsx.mxnet.exchange import Exchange, add_devices
+from bpsx.mxnet.exchange import Exchange
 from bpsx.mxnet.leaving import finish
 from bpsx.mxnet.names import name_of
-from bpsx.mxnet.ops import overwrite
+from bpsx.mxnet.ops import add_devices, copy_to_devices, overwrite
 from bpsx.mxnet.optimizer import DistributedOptimizer
 
 log = logging.getLogger("bpsx.mxnet")
@@ -90,13 +90,9 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._exchange(self._rate)
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
-        onebit = {i: p for i, p in enumerate(self._params) if (c := self._exchange.of(i)) and c.momentum and c.compressor == "onebit"}
-        of_decay = onebit if isinstance(self._optimizer, _WITH_MOMENTUM) else {}
-
-        def mu_of(i: int) -> float:
-            return self._exchange.choices[name_of(self._params[i])].mu
-
-        with self._taken.off(), self._decay.around(of_decay, mu_of, self._optimizer, self._updaters):
+        onebit = {i: c.mu for i in range(len(self._params)) if (c := self._exchange.of(i)) and c.momentum and c.compressor == "onebit"}
+        mus = onebit if isinstance(self._optimizer, _WITH_MOMENTUM) else {}
+        with self._taken.off(), self._decay.around(self._params, mus, self._optimizer, self._updaters):
             super()._update(ignore_stale_grad)
 
     def _rate(self) -> float:
@@ -126,8 +122,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         for parameter in trained:
             gradients = parameter.list_grad()
             add_devices(gradients)
-            for other in gradients[1:]:
-                gradients[0].copyto(other)
+            copy_to_devices(gradients)
         self._weights.step(lambda: self._update(ignore_stale_grad), {name_of(p): p.list_data() for p in trained}, self._optimizer)
 
     def update(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
