@@ -28,7 +28,8 @@ if monitor_init(&calls.monitor) != 0:
 
 # What exceptions are to callers. Not UNAVAILABLE, which a tf.function turns into an internal error.
 cdef list CODES = [
-    (errors.NotInitializedError, FAILED_PRECONDITION), (errors.MismatchError, INVALID_ARGUMENT), (errors.StallError, DEADLINE_EXCEEDED),
+    (errors.NotInitializedError, FAILED_PRECONDITION), (errors.JoinedError, FAILED_PRECONDITION), (errors.MismatchError, INVALID_ARGUMENT),
+    (errors.StallError, DEADLINE_EXCEEDED),
     (errors.PeerLostError, ABORTED), (errors.PeerLeftError, ABORTED), (errors.ShutdownError, ABORTED), (errors.ConfigError, INVALID_ARGUMENT),
     (TypeError, INVALID_ARGUMENT), (MemoryError, RESOURCE_EXHAUSTED),
 ]

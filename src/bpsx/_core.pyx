@@ -495,6 +495,6 @@ cdef class Core:
         if detail is None and status == E_DEVICE and self.gpu is not None:
             detail = self.gpu.failure or None
         if detail is None:
-            detail = errors.explain(status, handle.name, handle.task.detail_a, handle.task.detail_b,
-                                    "" if handle.tensor is None else handle.tensor.codec.decode(), <int>handle.task.divisor if handle.task.broadcast else -1)
+            codec = "" if handle.tensor is None else handle.tensor.codec.decode()
+            detail = errors.explain(status, handle.name, handle.task.detail_a, handle.task.detail_b, codec, handle.task.broadcast, handle.task.divisor)
         return errors.from_status(status, detail)

@@ -109,12 +109,12 @@ def _names(kind: type[BpsxError]) -> list[str]:
     return [kind.__name__, *(name for derived in kind.__subclasses__() for name in _names(derived))]
 
 
-def explain(status: int, name: str, rank_a: int, rank_b: int, codec: str = "", root: int = -1) -> str:
-    """What a failed round of tensor ``name`` means; the ranks come with the server's refusal. ``codec``: how it is compressed; ``root``: of the
-    broadcast that the round was, here; else negative."""
+def explain(status: int, name: str, rank_a: int, rank_b: int, codec: str = "", broadcast: bool = False, divisor: int = 1) -> str:
+    """What a failed round of tensor ``name`` means; the ranks come with the server's refusal. ``codec``: how it is compressed; ``broadcast``: whether
+    the round was one, here, from worker ``divisor``; else that is what sums are divided by."""
     kind, text = STATUS[status]
     if kind is MismatchError:
-        here = f"a broadcast from worker {root}" if root >= 0 else "push_pull"
+        here = f"a broadcast from worker {divisor}" if broadcast else f"push_pull with op={'Sum' if divisor == 1 else 'Average'}"
         return (f"tensor {name!r}: workers {rank_a} and {rank_b} asked for different operations in the same round, this worker for {here}; "
                 "all must call the same one: a broadcast from the same root, or push_pull with the same op and learning rate")
     if status == -11:
@@ -125,7 +125,7 @@ def explain(status: int, name: str, rank_a: int, rank_b: int, codec: str = "", r
     if kind is PeerLeftError:
         return (f"tensor {name!r}: worker {rank_a} has left the job without pushing it, so it can never be complete "
                 "(whose batches run out earlier calls join(): docs/uneven-and-elastic.md)")
-    if kind is JoinedError and root < 0:
+    if kind is JoinedError and not broadcast:
         return (f"tensor {name!r}: so many workers of worker {rank_a}'s machine have called join() that in no place of its PCIe switches "
                 "(BYTEPS_PCIE_SWITCH_SIZE) there is a GPU left in each, and sums begin there; leave the GPUs in one group, or end together")
     if kind is JoinedError:

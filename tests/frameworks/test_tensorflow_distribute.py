@@ -67,9 +67,27 @@ def job_loop() -> Any:
     return results, v.numpy().tolist(), alone
 
 
+def job_overflow() -> Any:
+    """mixed_float16: in the third of six steps a gradient overflows on worker 1's second device only."""
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        with MirroredStrategy(two_devices()).scope():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4), keras.layers.Dense(1, dtype="float32")])
+            model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=4.0, dynamic_growth_steps=100), "mse")
+    finally:
+        keras.mixed_precision.set_global_policy("float32")
+    x = np.random.default_rng(3 + bps.rank()).normal(size=(6 * BATCH, 6)).astype(np.float32)
+    if bps.rank() == 1:
+        x[3 * BATCH - 1] = 1e30
+    scales = []
+    noted = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: scales.append(float(model.optimizer.dynamic_scale.numpy())))
+    model.fit(x, x[:, :1] * 0, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[BroadcastGlobalVariablesCallback(0), noted])
+    return scales, int(model.optimizer.iterations.numpy()), [np.array(w) for w in model.get_weights()]
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    done = run_job(__file__, ["job_fit", "job_loop"], tmp_path_factory, WORKERS)
+    done = run_job(__file__, ["job_fit", "job_loop", "job_overflow"], tmp_path_factory, WORKERS)
     assert done.status == 0, done.output
     return done
 
@@ -86,3 +104,12 @@ def test_a_loop_of_ones_own(job):
     # the mean of 1 and 2 on worker 0, of 11 and 12 on worker 1
     for results, variable, alone in each(job, "job_loop"):
         assert results == [[6.5, 6.5]] * 2 and variable == [-5.5, -4.5] and alone == 2
+
+
+def test_an_overflow_on_one_device_is_one_everywhere(job):
+    first, second = each(job, "job_overflow")
+    for scales, steps, _ in (first, second):
+        assert scales == [4, 4, 2, 2, 2, 2] and steps == 5
+    for a, b in zip(first[2], second[2], strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert np.isfinite(a).all()

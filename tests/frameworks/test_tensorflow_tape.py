@@ -110,6 +110,27 @@ def job_sparse() -> Any:
     return found
 
 
+def job_sparse_join() -> Any:
+    """Worker 1 has two steps, worker 0 four: eagerly and in a function."""
+    found = []
+    for traced in (False, True):
+        table = tf.Variable(tf.zeros((6, 2)), name=f"uneven_{traced}")
+
+        def step(i: Any, table: Any = table) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.gather(table, [i]))
+            gradient = bps.DistributedGradientTape(tape).gradient(loss, table)
+            assert isinstance(gradient, tf.IndexedSlices)
+            table.assign_sub(tf.convert_to_tensor(gradient))
+
+        run = tf.function(step) if traced else step
+        for i in range(2 if bps.rank() else 4):
+            run(tf.constant(i))
+        last = bps.join()
+        found.append((last, table.numpy()[:, 0].tolist()))
+    return found
+
+
 def job_same_names() -> Any:
     """Variables of one name get gradients of their own, in both of two tapes in one function."""
     variables = [tf.Variable([float(i)], name="same") for i in range(3)]
@@ -224,6 +245,12 @@ def test_sparse(job):
             np.testing.assert_array_equal(rows, wanted)
             np.testing.assert_array_equal(dense, wanted)
             assert bias.tolist() == bias_again.tolist() == [2, 2]
+
+
+def test_a_worker_that_has_joined_has_no_rows(job):
+    first, second = each(job, "job_sparse_join")
+    assert first == [(0, [-1, -1, -0.5, -0.5, 0, 0])] * 2
+    assert second == [(0, [-1, -1, 0, 0, 0, 0])] * 2
 
 
 def test_names(job):

@@ -40,13 +40,14 @@ def test_an_explanation_names_the_tensor(status):
 
 
 def test_an_explanation_names_the_ranks_where_it_knows_them():
-    assert "its root, worker 2" in errors.explain(-9, "w", 2, 2, root=2) and "BYTEPS_PCIE_SWITCH_SIZE" in errors.explain(-9, "w", 2, 2)
+    assert "its root, worker 2" in errors.explain(-9, "w", 2, 2, "", True, 2) and "BYTEPS_PCIE_SWITCH_SIZE" in errors.explain(-9, "w", 2, 2)
     assert "workers 2 and 5" in errors.explain(-2, "w", 2, 5) and "worker 2 has left the job" in errors.explain(-3, "w", 2, 0)
 
 
 def test_what_workers_disagree_about_says_what_this_one_asked_for():
-    assert "this worker for a broadcast from worker 5;" in errors.explain(-2, "w", 2, 5, root=5)
-    assert "this worker for push_pull;" in errors.explain(-2, "w", 2, 5)
+    assert "this worker for a broadcast from worker 5;" in errors.explain(-2, "w", 2, 5, "", True, 5)
+    assert "this worker for push_pull with op=Sum;" in errors.explain(-2, "w", 2, 5)
+    assert "this worker for push_pull with op=Average;" in errors.explain(-2, "w", 2, 5, divisor=6)
 
 
 OF_TENSORFLOW = """Graph execution error:

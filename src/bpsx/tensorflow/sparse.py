@@ -26,10 +26,16 @@ def _filled(rows: tf.Tensor, length: tf.Tensor) -> tf.Tensor:
     return tf.concat([rows, tf.zeros(tf.concat([missing, tf.shape(rows, out_type=tf.int64)[1:]], 0), rows.dtype)], 0)
 
 
+def _rows_of(root: int, count: tf.Tensor, parts: list[tf.Tensor], names: list[str]) -> list[tf.Tensor]:
+    """What ``parts`` are on worker ``root``. Where it has no rows nobody asks it for any: it may have called ``join()``."""
+    return list(tf.cond(count > 0, lambda: copies(parts, names, root), lambda: [tf.identity(part) for part in parts]))
+
+
 def sum_of_slices(slices: tf.IndexedSlices, name: str, average: bool, compression: type[Compressor]) -> tf.IndexedSlices:
     """The rows of all workers with their indices, in the order of ranks; for an average their values are divided by the number of workers.
 
-    On the wire: ``name + ".counts"``, one small push_pull, then ``name + ".values.R"`` and ``".indices.R"``, a broadcast of each for each worker R.
+    On the wire: ``name + ".counts"``, one small push_pull, then ``name + ".values.R"`` and ``".indices.R"``, a broadcast of each for each worker R
+    with rows.
     """
     ours = _adapter.session()
     wire, ctx = compression.compress(tf.convert_to_tensor(slices.values))
@@ -38,15 +44,14 @@ def sum_of_slices(slices: tf.IndexedSlices, name: str, average: bool, compressio
     counts, = sums([own], [f"{name}.counts"], average=False)
     steps = tf.constant(_capacities(), tf.int64)
     lengths = tf.gather(steps, tf.searchsorted(steps, counts))
-    parts, names = [], []
+    values: list[tf.Tensor] = []
+    where: list[tf.Tensor] = []
     for root in range(ours.size):
-        length = lengths[root:root + 1]
-        for what, rows in (("values", wire), ("indices", indices)):
-            parts.append((root, _filled(rows, length) if root == ours.rank else _filled(rows[:0], length)))
-            names.append(f"{name}.{what}.{root}")
-    got = [copies([part], [known], root)[0] for (root, part), known in zip(parts, names, strict=True)]
-    values = compression.decompress(tf.concat([rows[:counts[r]] for r, rows in enumerate(got[0::2])], 0), ctx)
+        parts = [_filled(rows if root == ours.rank else rows[:0], lengths[root:root + 1]) for rows in (wire, indices)]
+        got = _rows_of(root, counts[root], parts, [f"{name}.values.{root}", f"{name}.indices.{root}"])
+        for found, rows in zip((values, where), got, strict=True):
+            found.append(rows[:counts[root]])
+    total = compression.decompress(tf.concat(values, 0), ctx)
     if average:
-        values = values // ours.size if values.dtype.is_integer else values / tf.cast(ours.size, values.dtype)
-    where = tf.concat([rows[:counts[r]] for r, rows in enumerate(got[1::2])], 0)
-    return tf.IndexedSlices(values, tf.cast(where, slices.indices.dtype), slices.dense_shape)
+        total = total // ours.size if total.dtype.is_integer else total / tf.cast(ours.size, total.dtype)
+    return tf.IndexedSlices(total, tf.cast(tf.concat(where, 0), slices.indices.dtype), slices.dense_shape)
