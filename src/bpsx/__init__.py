@@ -57,6 +57,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """The verbs, loaded when first used: the launcher and the scheduler need neither NumPy nor the core."""
     if name not in __all__:
-        raise AttributeError(f"module 'bpsx' has no attribute {name!r}; what belongs to a framework is in bpsx.torch, bpsx.tensorflow, bpsx.keras")
+        raise AttributeError(f"module 'bpsx' has no attribute {name!r}; what belongs to a framework is in bpsx.torch, bpsx.tensorflow, bpsx.keras, "
+                             "bpsx.mxnet")
     value = globals()[name] = getattr(import_module("bpsx._handle" if name == "Handle" else "bpsx.api"), name)
     return value

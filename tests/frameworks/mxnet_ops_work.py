@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import mxnet as mx
@@ -94,6 +95,22 @@ def job_one_name() -> Any:
     for x in arrays:
         bps.byteps_push_pull(x, name="one", is_average=False)
     return [x.asnumpy() for x in arrays]
+
+
+def job_threads() -> Any:
+    """Four threads, the same name and the same array: every sum is of like operations of both workers, and none waits for another for ever."""
+    x = mx.nd.ones((3,))
+
+    def work() -> None:
+        for _ in range(100):
+            bps.byteps_push_pull(x, name="threads")     # the average of what is alike
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return x.asnumpy().tolist()
 
 
 def job_without_names() -> Any:
@@ -190,6 +207,7 @@ def job_refused() -> Any:
         lambda: bps.DistributedTrainer(rows.collect_params(), "sgd"),
         lambda: bps.DistributedTrainer(deferred.collect_params(), "sgd", compression_params={"compressor": "zip"}),
         lambda: bps.DistributedTrainer(deferred.collect_params(), "sgd", compression_params={"compressor": "onebit", "momentum": "nesterov"}),
+        lambda: bps.DistributedTrainer([*deferred.collect_params().values()] * 2, "sgd"),
     ]
     told = []
     for call in calls:

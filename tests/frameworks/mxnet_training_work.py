@@ -223,6 +223,23 @@ def job_as_scripts_do() -> Any:
     return found
 
 
+def job_files_of_the_root() -> Any:
+    """A checkpoint that worker 0 alone writes before the first step; states are read by all, weights by worker 0, in this order."""
+    net, other = network("root_", seed=bps.rank()), network("other_", seed=7)
+    trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.0})
+    with tempfile.TemporaryDirectory() as folder:
+        states, params = f"{folder}/states", f"{folder}/params"
+        saves = trainer if bps.rank() == 0 else gluon.Trainer(network("states_").collect_params(), "sgd", {"learning_rate": 0.0}, kvstore=None)
+        saves.save_states(states)
+        other.save_parameters(params)
+        trainer.load_states(states)
+        if bps.rank() == 0:
+            net.load_parameters(params)
+    backward(net, *data(0, bps.rank()))
+    trainer.step(ROWS)
+    return weights(other), weights(net)
+
+
 def job_two_trainers() -> Any:
     """Parameters of one name in two trainers, of other shapes."""
     small, large = (gluon.nn.Dense(n, in_units=3, prefix="same_") for n in (2, 4))

@@ -104,7 +104,11 @@ def step():
     with autograd.record():
         loss = net(mx.nd.ones((1, 3)) * (bps.rank() + 1)).sum()
     loss.backward()
-    trainer.step(1)
+    if os.environ.get("PARTS"):
+        trainer.allreduce_grads()
+        trainer.update(1)
+    else:
+        trainer.step(1)
     return float(net.weight.data().asnumpy().sum())
 first = step()
 bps.suspend()
@@ -191,8 +195,9 @@ bps.shutdown()
 """
 
 
-def test_a_worker_that_comes_later_gets_the_weights() -> None:
-    with Job(GROWS, workers=2, servers=1) as job:
+@pytest.mark.parametrize("parts", ["", "1"], ids=["step", "parts"])
+def test_a_worker_that_comes_later_gets_the_weights(parts: str) -> None:
+    with Job(GROWS, workers=2, servers=1, env={"PARTS": parts}) as job:
         for worker in job.workers:
             worker.wait_for_line("suspended")
         job.servers_anew(3)

@@ -14,8 +14,8 @@ from mxnet_job import Finished, each, run_job, values
 pytestmark = pytest.mark.timeout(300)
 WORKERS = 2
 WORK = str(Path(__file__).with_name("mxnet_ops_work.py"))
-JOBS = ["job_sums", "job_bfloat16", "job_numpy_arrays", "job_in_flight", "job_dependencies", "job_layouts", "job_one_name", "job_without_names",
-        "job_broadcast", "job_another_device", "job_arguments_that_reach_the_core", "job_declared", "job_compression_types",
+JOBS = ["job_sums", "job_bfloat16", "job_numpy_arrays", "job_in_flight", "job_dependencies", "job_layouts", "job_one_name", "job_threads",
+        "job_without_names", "job_broadcast", "job_another_device", "job_arguments_that_reach_the_core", "job_declared", "job_compression_types",
         "job_refused", "job_mismatch", "job_forks"]
 
 
@@ -133,10 +133,15 @@ def test_refused(job: Finished) -> None:
         "a mapping from names", "root_rank=2: allowed are 0 to 1", "UnsupportedTensor: broadcast_parameters: 'x'", "has no shape yet",
         "name='': a string is needed", "compressor='zip'", "colour='red' is no key", "an optimizer of MXNet's is needed, not str",
         "is distributed already", "root_rank=-1", "rows_weight: sparse Parameters", "compression_params: compressor='zip'", "without mu",
+        "given twice",
     ]
     for told in found_in(job, "job_refused"):
         for text, part in zip(told, expected, strict=True):
             assert part in text
+
+
+def test_one_name_and_array_from_several_threads(job: Finished) -> None:
+    assert found_in(job, "job_threads") == [[1.0] * 3] * WORKERS
 
 
 def test_a_mismatch_is_raised_where_the_result_is_waited_for(job: Finished) -> None:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 WORK = str(Path(__file__).with_name("mxnet_training_work.py"))
 PARTITION = 8192            # of what is compressed: twice the others'
 JOBS = ["job_equality", "job_deferred", "job_parts", "job_thawed", "job_uneven_batches",
-        "job_stale", "job_overflow", "job_as_scripts_do", "job_two_trainers", "job_module",
+        "job_stale", "job_overflow", "job_as_scripts_do", "job_files_of_the_root", "job_two_trainers", "job_module",
         "job_loop", "job_decay"]
 
 
@@ -91,6 +91,11 @@ def test_what_scripts_do_besides(job: Finished) -> None:
     for found in each(job, "job_as_scripts_do"):
         assert close(found["alone"], found["static"])
         assert found["updater"] == ["DistributedOptimizer", "SGD", 0.9, [0]]
+
+
+def test_files_that_one_worker_writes_and_reads(job: Finished) -> None:
+    for saved, loaded in each(job, "job_files_of_the_root"):
+        assert same(saved, loaded)
 
 
 def test_parameters_of_one_name(job: Finished) -> None:

@@ -28,8 +28,8 @@ _KEYS = {
     "momentum_mu": "mu", "seed": "seed", "dithering_partition": "partition", "dithering_normalize": "normalize",
 }
 _CHOICES = {"dithering_partition": ("linear", "natural"), "dithering_normalize": ("max", "l2")}
-#: By name: what keeps the order of its operations.
-_turns: dict[str, int] = {}
+#: By name: what keeps the order of its operations, and what a thread holds while it adds one.
+_turns: dict[str, tuple[int, threading.Lock]] = {}
 #: By session: how many operations the engine had skipped before.
 _skipped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -63,10 +63,10 @@ def _plan(name: str, priority: int, average: bool, root: int) -> Plan:
     return Plan([name], [priority], average, root, _SUMMED)
 
 
-def _turn(name: str) -> int:
+def _turn(name: str) -> tuple[int, threading.Lock]:
     with _lock:
         if name not in _turns:
-            _turns[name] = _pushes.new_turn()
+            _turns[name] = _pushes.new_turn(), threading.Lock()
         return _turns[name]
 
 
@@ -90,8 +90,10 @@ def submit(array: Any, name: str, *, average: bool = False, root: int = -1, prio
     _check_job()
     # Elsewhere it is copied here and back, both by the engine.
     here = array if array.context.device_type in HOST else array.as_in_context(mx.cpu())
+    turn, adding = _turn(name)
     with mx.autograd.pause():
-        _pushes.push(here.handle.value, _turn(name), _plan(name, priority, average, root), rate, priority)
+        with adding:        # the engine gets operations in the order of their turns: those on one array would wait for each other otherwise
+            _pushes.push(here.handle.value, turn, _plan(name, priority, average, root), rate, priority)
         if here is not array:
             here.copyto(array)
 

@@ -11,9 +11,9 @@ import mxnet as mx
 from bpsx import _adapter
 from bpsx.errors import ConfigError
 from bpsx.mxnet.asynchronous import Weights
+from bpsx.mxnet.exchange import PREFIX
 from bpsx.mxnet.ops import check_array, submit
 
-PREFIX = "Gradient."
 #: Others have indices of the same numbers.
 _numbers = itertools.count(1)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,10 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             optimizer = optimizer._optimizer
         self._root = checked_root(root_rank, _VERB, _adapter.session().size)
         super().__init__(params, optimizer, optimizer_params, kvstore=None)
+        counts: Counter[Any] = Counter(self._params)
+        twice = [p.name for p, count in counts.items() if count > 1]
+        if twice:
+            raise ConfigError(f"{_VERB}: {', '.join(twice[:5])}: given twice: give each Parameter once")
         sparse = [p.name for p in self._params if p._stype != "default" or p._grad_stype != "default"]
         if sparse:
             raise ConfigError(f"{_VERB}: {', '.join(sparse[:5])}: sparse Parameters and gradients cannot be sent: leave stype, grad_stype and "
@@ -125,6 +132,11 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             copy_to_devices(gradients)
         self._weights.step(lambda: self._update(ignore_stale_grad), {name_of(p): p.list_data() for p in trained}, self._optimizer)
 
+    def allreduce_grads(self) -> None:
+        """As gluon's, over all workers' devices: for what is done with the sums before ``update()``."""
+        self._prepare()
+        super().allreduce_grads()
+
     def update(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """As gluon's, after ``allreduce_grads()``."""
         _refuse_parts()
@@ -139,10 +151,20 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         if self._params_to_init:
             self._init_params()
 
+    @contextmanager
+    def _by_itself(self) -> Iterator[None]:
+        """Inside, gluon's Trainer does not get the root's weights: other workers may not be at that, and this one's may be read later."""
+        waiting, self._params_to_init = self._params_to_init, []
+        try:
+            yield
+        finally:
+            self._params_to_init = waiting
+
     def save_states(self, fname: str) -> None:
         """As gluon's, and what compression keeps: each worker needs a file of its own. Waits for what the engine has been given."""
         finish()
-        super().save_states(fname)
+        with self._by_itself():
+            super().save_states(fname)
         if self._exchange.compresses:
             archive = packed({**self._exchange.keeping.save(), _DECAY: self._decay.save()})
             with open(fname, "ab") as file:
@@ -154,7 +176,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         Raises :class:`~bpsx.errors.ConfigError` for what is no such file, or of other gradients.
         """
         finish()
-        super().load_states(fname)
+        with self._by_itself():
+            super().load_states(fname)
         self._taken.follow(self._optimizer, isinstance(self._optimizer, _WITH_MOMENTUM))
         if self._exchange.compresses:
             saved = unpacked(_archive(Path(fname).read_bytes()))
