@@ -240,6 +240,58 @@ def job_files_of_the_root() -> Any:
     return weights(other), weights(net)
 
 
+def job_another_optimizer() -> Any:
+    """States of SGD, whose momentum compression has taken, read by a trainer that was made for Adam: it goes on as SGD's."""
+    taken = {"compressor": "topk", "k": 0.5, "momentum": "nesterov", "ef": "vanilla"}
+
+    def steps(net: Any, trainer: Any, numbers: range) -> list[np.ndarray]:
+        for step in numbers:
+            backward(net, *data(step, bps.rank()))
+            trainer.step(ROWS)
+        return weights(net)
+
+    first, second = network("sgds_"), network("adams_")
+    one = bps.DistributedTrainer(first.collect_params(), "sgd", dict(SGD), compression_params=taken)
+    two = bps.DistributedTrainer(second.collect_params(), "adam", compression_params={**taken, "mu": SGD["momentum"]})
+    with tempfile.TemporaryDirectory() as folder:
+        steps(first, one, range(2))
+        steps(second, two, range(1))
+        one.save_states(f"{folder}/states")
+        for old, new in zip(first.collect_params().values(), second.collect_params().values(), strict=True):
+            new.set_data(old.data())
+        two.load_states(f"{folder}/states")
+    return steps(first, one, range(2, 4)), steps(second, two, range(2, 4))
+
+
+class Counting(mx.lr_scheduler.LRScheduler):  # type: ignore[misc]
+    """How often it is asked for the rate."""
+
+    calls = 0
+
+    def __call__(self, num_update: int) -> float:
+        self.calls += 1
+        return float(self.base_lr)
+
+
+def job_schedules() -> Any:
+    """A scheduler that is asked as often as by gluon's Trainer; a frozen Parameter that compression_params name."""
+    counts = []
+    for kind in (gluon.Trainer, bps.DistributedTrainer):
+        net = network(f"schedule_{kind.__name__}_".lower())
+        first, *_ = net.collect_params().values()
+        first.grad_req = "null"
+        more = {"kvstore": None} if kind is gluon.Trainer else {"compression_params": {first.name: {"compressor": "topk", "k": 1}}}
+        scheduler = Counting(0.1)
+        trainer = kind(net.collect_params(), "sgd", {"learning_rate": 0.1, "lr_scheduler": scheduler}, **more)
+        before = first.data().asnumpy()
+        for step in range(3):
+            backward(net, *data(step, bps.rank()))
+            trainer.step(ROWS)
+        assert (first.data().asnumpy() == before).all()
+        counts.append(scheduler.calls)
+    return counts
+
+
 def job_two_trainers() -> Any:
     """Parameters of one name in two trainers, of other shapes."""
     small, large = (gluon.nn.Dense(n, in_units=3, prefix="same_") for n in (2, 4))

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.timeout(300)
 WORK = str(Path(__file__).with_name("mxnet_training_work.py"))
 PARTITION = 8192            # of what is compressed: twice the others'
 JOBS = ["job_equality", "job_deferred", "job_parts", "job_thawed", "job_uneven_batches",
-        "job_stale", "job_overflow", "job_as_scripts_do", "job_files_of_the_root", "job_two_trainers", "job_module",
+        "job_stale", "job_overflow", "job_as_scripts_do", "job_files_of_the_root", "job_another_optimizer", "job_schedules",
+        "job_two_trainers", "job_module",
         "job_loop", "job_decay"]
 
 
@@ -96,6 +97,16 @@ def test_what_scripts_do_besides(job: Finished) -> None:
 def test_files_that_one_worker_writes_and_reads(job: Finished) -> None:
     for saved, loaded in each(job, "job_files_of_the_root"):
         assert same(saved, loaded)
+
+
+def test_states_of_another_optimizer(job: Finished) -> None:
+    for one, two in each(job, "job_another_optimizer"):
+        assert same(one, two)
+
+
+def test_schedulers_are_asked_as_often_as_by_gluon(job: Finished) -> None:
+    for plain, ours in each(job, "job_schedules"):
+        assert plain == ours > 0
 
 
 def test_parameters_of_one_name(job: Finished) -> None:

@@ -56,7 +56,7 @@ class Exchange:
         """Say how gradients travel, once in a job, and again when more Parameters are trained. Raises :class:`ConfigError`."""
         session = _adapter.session()
         known = self._declared.setdefault(session, set())
-        trained = [name for name, p in zip(self._names, self._parameters, strict=True) if p.grad_req != "null"]
+        trained = self._trained()
         new = [name for name in trained if name not in known]
         if not new:
             return
@@ -69,6 +69,15 @@ class Exchange:
         known.update(new)
         self._begun.update(new)
         self.keeping.put_back()
+
+    def follow(self, optimizer: Any, of_gradients: bool) -> None:
+        """Another optimizer has taken the place of the one whose gradients these are; see :meth:`Momentum.follow`."""
+        self._momentum.follow(optimizer, of_gradients)
+        if self.choices:
+            self._momentum.take_over(self._trained(), self.choices)
+
+    def _trained(self) -> list[str]:
+        return [name for name, p in zip(self._names, self._parameters, strict=True) if p.grad_req != "null"]
 
     def __call__(self, rate: Callable[[], float], scale: float = 1.0, absent: Sequence[int] = ()) -> None:
         """Begin to exchange all gradients, times ``scale``, but those of the Parameters with the numbers ``absent``; the first ones are the most

@@ -178,7 +178,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         finish()
         with self._by_itself():
             super().load_states(fname)
-        self._taken.follow(self._optimizer, isinstance(self._optimizer, _WITH_MOMENTUM))
+        self._exchange.follow(self._optimizer, isinstance(self._optimizer, _WITH_MOMENTUM))
         if self._exchange.compresses:
             saved = unpacked(_archive(Path(fname).read_bytes()))
             self._decay.load(saved.pop(_DECAY, {}), self._contexts)
