@@ -14,6 +14,7 @@ from oracle import Sums
 
 pytestmark = pytest.mark.timeout(300)
 WORK = str(Path(__file__).with_name("mxnet_training_work.py"))
+STATES = str(Path(__file__).with_name("mxnet_states_work.py"))
 PARTITION = 8192            # of what is compressed: twice the others'
 JOBS = ["job_equality", "job_deferred", "job_parts", "job_thawed", "job_uneven_batches",
         "job_stale", "job_overflow", "job_as_scripts_do", "job_files_of_the_root", "job_another_optimizer", "job_schedules",
@@ -133,8 +134,8 @@ def test_momentum_and_weight_decay_are_handed_over(job: Finished) -> None:
 
 def test_states_are_saved_with_what_compression_keeps(tmp_path: Path) -> None:
     env = {"CHECKPOINTS": str(tmp_path), "BYTEPS_MIN_COMPRESS_BYTES": "200"}
-    whole = run_job(WORK, ["job_whole"], tmp_path / "whole", **env)
-    resumed = run_job(WORK, ["job_second_half", "job_plain_reads"], tmp_path / "resumed", **env)
+    whole = run_job(STATES, ["job_whole"], tmp_path / "whole", **env)
+    resumed = run_job(STATES, ["job_second_half", "job_plain_reads"], tmp_path / "resumed", **env)
     assert whole.status == resumed.status == 0, whole.output[-3000:] + resumed.output[-3000:]
     for want, got in zip(each(whole, "job_whole"), each(resumed, "job_second_half"), strict=True):
         assert len(want) == 5

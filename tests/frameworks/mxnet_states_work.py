@@ -1,0 +1,63 @@
+"""What the workers of test_mxnet_training.py do with files of a Trainer's states."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mxnet import gluon
+from mxnet_training_work import RESUMED, ROWS, SGD, backward, data, network, weights
+
+import bpsx.mxnet as bps
+
+
+def _trained(case: str, begin: int, end: int) -> list[np.ndarray]:
+    """From this worker's checkpoint if it does not begin at 0; leaves one after four steps."""
+    net = network(f"{case}_", seed=begin)
+    trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {**SGD, "learning_rate": 0.1}, compression_params=RESUMED[case])
+    file = str(Path(os.environ["CHECKPOINTS"], f"{case}.{bps.rank()}"))
+    if begin:
+        net.load_parameters(f"{file}.weights")
+        trainer.load_states(file)
+    for step in range(begin, end):
+        trainer.set_learning_rate(0.1 / (1 + step // 3))
+        backward(net, *data(step, bps.rank()))
+        trainer.step(ROWS)
+        if step == 3:
+            net.save_parameters(f"{file}.weights")
+            trainer.save_states(file)
+    return weights(net)
+
+
+def job_whole() -> Any:
+    return {case: _trained(case, 0, 8) for case in RESUMED}
+
+
+def job_second_half() -> Any:
+    return {case: _trained(case, 4, 8) for case in RESUMED}
+
+
+def job_plain_reads() -> Any:
+    """gluon's own Trainer reads files with our part; and ours reads files of gluon's."""
+    found = []
+    for case in RESUMED:
+        file = str(Path(os.environ["CHECKPOINTS"], f"{case}.{bps.rank()}"))
+        net = network(f"{case}_reads_")
+        plain = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5}, kvstore=None)
+        plain.load_states(file)
+        found.append(plain.learning_rate)
+        plain.save_states(f"{file}.plain")
+        other = bps.DistributedTrainer(net.collect_params(), "sgd", dict(SGD), compression_params=RESUMED[case])
+        other.load_states(f"{file}.plain")
+        backward(net, *data(0, bps.rank()))
+        other.step(ROWS)
+        found.append(other.learning_rate)
+        weights(net)
+    Path(f"{file}.broken").write_bytes(Path(f"{file}.plain").read_bytes() + b"garbage" + (7).to_bytes(8, "little") + b"bpsx.mx1")
+    try:
+        other.load_states(f"{file}.broken")
+    except Exception as e:
+        return found, f"{type(e).__name__}: {e}"
+    return found, "nothing"
