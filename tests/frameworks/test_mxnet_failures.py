@@ -104,11 +104,7 @@ def step():
     with autograd.record():
         loss = net(mx.nd.ones((1, 3)) * (bps.rank() + 1)).sum()
     loss.backward()
-    if os.environ.get("PARTS"):
-        trainer.allreduce_grads()
-        trainer.update(1)
-    else:
-        trainer.step(1)
+    trainer.step(1)
     return float(net.weight.data().asnumpy().sum())
 first = step()
 bps.suspend()
@@ -182,7 +178,11 @@ def step():
     with autograd.record():
         loss = net(mx.nd.ones((1, 3))).sum()
     loss.backward()
-    trainer.step(1)
+    if os.environ.get("PARTS"):
+        trainer.allreduce_grads()
+        trainer.update(1)
+    else:
+        trainer.step(1)
     return float(net.weight.data().asnumpy().sum())
 if old:
     step()
