@@ -33,7 +33,8 @@ class Joining:
         join before it has this worker's last push would close that round without it. ``send``: to the scheduler.
         Raises :class:`PeerLeftError` if a worker has left without joining.
         """
-        self.active = True
+        with self._changed:
+            self.active = not self._stopped     # else what is asked next would be refused for the join, and the failure never told
         try:
             while unfinished() and not self._stopped:
                 settle(0.05)

@@ -1,4 +1,5 @@
-"""A private sshd on loopback: own port, own host key, own configuration, all below a test's folder. Nothing of the system's is used."""
+"""A private sshd on loopback: own port, own host key, own configuration, all below a test's folder. Nothing of the system's is used, and
+nothing of the user's: their shell's files (~/.bashrc, which bash reads under sshd) could print what a test takes for bpsx-run's."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ PasswordAuthentication no
 KbdInteractiveAuthentication no
 PermitRootLogin prohibit-password
 AllowAgentForwarding no
+SetEnv HOME={folder}
 """
 
 

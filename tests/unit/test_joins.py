@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_rendezvous import config, hello, kinds, members, running
 
+from bpsx.joining import Joining
 from bpsx.rendezvous.joins import Joins
 from bpsx.rendezvous.membership import Membership
 
@@ -115,3 +116,11 @@ def test_marks_never_outlive_their_gathering(workers, servers, data):
                 marks[server].clear()
                 pending.append(server)
     assert len(told) == joins.generation
+
+
+def test_a_job_that_has_failed_before_join_is_told_as_that():
+    """What join() then asks for, to hear the failure, must not be refused because this worker has joined."""
+    joining = Joining()
+    joining.stop()
+    assert joining.run(lambda: 0, lambda _: None, lambda _: None) == -1
+    joining.check("bpsx.barrier")
