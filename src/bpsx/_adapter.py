@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from bpsx import host, secret
 from bpsx._handle import Handle, Item
-from bpsx.api import initialised, session
+from bpsx.api import add_engine, finish, initialised, session
 from bpsx.arguments import check_flag, check_handle, check_name, check_priority, checked_passes, checked_root, integer
 from bpsx.compression import NONE as NOT_COMPRESSED
 from bpsx.compression import Compression, compression
@@ -20,9 +20,9 @@ from bpsx.devices import Streams
 from bpsx.session import Session
 from bpsx.torchrun import Store, init, resume
 
-__all__ = ["NOT_COMPRESSED", "Compression", "Handle", "Item", "Session", "Store", "Streams", "TensorView", "capacity", "check_flag", "check_handle",
-           "check_name", "check_priority", "checked_passes", "checked_root", "compression", "init", "initialised", "integer", "is_set", "own_host",
-           "proof", "resume", "session"]
+__all__ = ["NOT_COMPRESSED", "Compression", "Handle", "Item", "Session", "Store", "Streams", "TensorView", "add_engine", "capacity", "check_flag",
+           "check_handle", "check_name", "check_priority", "checked_passes", "checked_root", "compression", "finish", "init", "initialised",
+           "integer", "is_set", "own_host", "proof", "resume", "session"]
 
 
 def own_host() -> str:

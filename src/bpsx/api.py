@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import logging
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,9 @@ from bpsx.dtypes import dtype_named
 from bpsx.session import Session
 from bpsx.speed import Speed
 
+#: The exit status of who has been sent SIGINT, as shells count it.
+_INTERRUPTED = 130
+log = logging.getLogger("bpsx")
 #: Characters of an uncaught exception that the others are told.
 _LONGEST_STORY = 1000
 _lock = threading.RLock()
@@ -33,8 +38,11 @@ _hooked = False
 _order: dict[str, int] = {}     # of declared names, kept by suspend() for resume()
 _remembered: Remembered | None = None       # how they are compressed, likewise
 _placed = False                 # this process's place in its last job was given to begin(), and is not in the environment
+_engines: list[Callable[[float], int]] = []     # what add_engine() was given
 #: How often resume() asks whether a new scheduler has taken the old one's place.
 _ASK_AGAIN = 0.2
+#: How long an engine is waited for before it is asked whether the job has failed in the meantime; seconds.
+_LOOK = 0.2
 
 
 def init(lazy: bool = True) -> None:
@@ -72,6 +80,31 @@ def _adopt(ours: Session) -> None:
         atexit.register(_at_exit)
 
 
+def add_engine(wait: Callable[[float], int]) -> None:
+    """For plugins of a framework that keeps operations of ours until their tensors are there: what is waited for before this process joins or
+    leaves a job. ``wait`` takes how long at most, in seconds, and returns how many operations are left."""
+    with _lock:
+        _engines.append(wait)
+        if _hooked:     # what the plugin has registered to be done at exit needs the session no more
+            atexit.unregister(_at_exit)
+            atexit.register(_at_exit)
+
+
+def finish(limit: float | None = None) -> None:
+    """Wait for what the framework's engine has been given, no longer than ``limit`` seconds (``BPSX_SHUTDOWN_TIMEOUT``), and not at all if the job
+    has failed. Does not raise. Thread-safe."""
+    if not (_engines and initialised()):
+        return
+    ours = session()
+    limit = ours.config.shutdown_timeout if limit is None else limit
+    end = time.monotonic() + limit
+    for wait in _engines:
+        while wait(_LOOK) and not ours.failure:
+            if time.monotonic() >= end:
+                log.warning("there are operations that the framework's engine has not finished in %g s (BPSX_SHUTDOWN_TIMEOUT)", limit)
+                return
+
+
 def shutdown() -> None:
     """Leave the job in good order: what is under way is finished first (``BPSX_SHUTDOWN_TIMEOUT``). Idempotent, thread-safe.
 
@@ -79,6 +112,7 @@ def shutdown() -> None:
     has told so, a line on standard error does, and the process's exit status will be 1.
     """
     global _session
+    finish()
     with _lock:
         ours, _session = _session, None
     if ours is not None and _owner_pid == os.getpid():
@@ -97,6 +131,7 @@ def suspend() -> None:
     """Leave the job in good order, as :func:`shutdown`, but remember the order of declared names for :func:`resume`, and how they are compressed,
     with residuals and momentum. All workers do it, or those that go on fail for want of this one. Does nothing before :func:`init`."""
     global _order, _remembered
+    finish()
     with _lock:
         if initialised():
             ours = session()
@@ -160,10 +195,16 @@ def _resumed(num_workers: int, num_servers: int, global_rank: int | None) -> Con
 def _at_exit() -> None:
     """Leave when the interpreter ends."""
     global _session
+    uncaught = getattr(sys, "last_value", None)
+    if uncaught is None:        # else there is work undone, which may be what an engine waits for
+        try:
+            finish()
+        except KeyboardInterrupt as e:
+            uncaught = e
+            set_exit_status(_INTERRUPTED)
     ours, _session = _session, None
     if ours is None or _owner_pid != os.getpid():
         return
-    uncaught = getattr(sys, "last_value", None)
     ours.close(failure=_story(uncaught) if uncaught is not None else "")
     if uncaught is None:
         _tell_untold(ours)
@@ -321,6 +362,7 @@ def join() -> int:
 
     Raises :class:`~bpsx.errors.PeerLeftError` if a worker has left without joining, :class:`~bpsx.errors.PeerLostError`. Thread-safe.
     """
+    finish(math.inf)
     return session().join()
 
 

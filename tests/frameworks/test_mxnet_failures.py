@@ -15,7 +15,7 @@ from frameworks.running import launch
 from jobs import Job
 
 pytestmark = pytest.mark.timeout(180)
-HEAD = "import os, sys\nimport bpsx.mxnet as bps, mxnet as mx, numpy as np\nfrom mxnet import autograd, gluon\n"
+HEAD = "import os, sys\nimport bpsx, bpsx.mxnet as bps, mxnet as mx, numpy as np\nfrom mxnet import autograd, gluon\n"
 TRAINS = HEAD + """
 bps.init()
 mx.random.seed(0)
@@ -65,16 +65,39 @@ def run(script: str, workers: int = 2, **environment: str) -> tuple[int, dict[in
     return status, lines_of(output), output
 
 
-@pytest.mark.parametrize("end", ["bps.shutdown()", "bps.suspend()", ""], ids=["shutdown", "suspend", "the script's end"])
-def test_what_the_engine_has_not_begun_is_finished_first(end: str) -> None:
-    status, _, output = run("""
+LATE = """
 bps.init()
 x = mx.nd.ones((1500, 1500))
-for _ in range(4):
-    x = mx.nd.dot(x, x) / 1500
+if bps.rank() == 1:
+    for _ in range(4):
+        x = mx.nd.dot(x, x) / 1500
+"""
+
+
+@pytest.mark.parametrize("end", ["bps.shutdown()", "bps.suspend()", ""], ids=["shutdown", "suspend", "the script's end"])
+def test_what_the_engine_has_not_begun_is_finished_first(end: str) -> None:
+    """By one worker, whose script has no more to do; the other one waits for it."""
+    status, told, output = run(LATE + """
 bps.byteps_push_pull(x, name="late", is_average=False)
+if bps.rank() == 0:
+    print(x.asnumpy().mean())
 """ + end)
-    assert status == 0 and "Error" not in output, output[-2000:]
+    assert status == 0 and "Error" not in output and told[0] == ["2.0"], output[-2000:]
+
+
+def test_join_finishes_what_the_engine_has_not_begun() -> None:
+    status, told, output = run(LATE + """
+y = mx.nd.ones((1,))
+for _ in range(3 - bps.rank()):
+    bps.byteps_push_pull(x, name="late")
+    bps.byteps_push_pull(y, name="early", is_average=False)
+last = bps.join()
+print(x[0, 0].asscalar(), y.asscalar(), last)
+bps.broadcast_parameters({"y": y}, root_rank=last)
+print(y.asscalar())
+""")
+    # With both 1, 2, 4; then worker 0 goes on alone: half of the average, and its own sum.
+    assert status == 0 and told == {0: ["0.5 4.0 0", "4.0"], 1: ["1.0 4.0 0", "4.0"]}, output[-2000:]
 
 
 def test_an_operation_whose_peer_does_not_come_does_not_hold_up_the_end() -> None:
@@ -133,19 +156,9 @@ def test_suspend_and_resume(size: int) -> None:
             assert first == 1200 - 1.5 and second == (first - 3.0 if size == 2 else first - 1200), (first, second)
 
 
-def test_an_exchange_that_the_engine_leaves_out_ends_this_workers() -> None:
-    """A script that catches the error of its own computation and goes on would be a step behind."""
-    status, told, output = run("""
-bps.init()
-def step(number):
-    x = mx.nd.ones((3,)) * number
-    if bps.rank() == 0 and number == 1:
-        x = x + mx.nd.Custom(x, op_type="bpsx_breaks")
-    bps.byteps_push_pull(x, name="x", is_average=False)
-    return x.asnumpy()
-
+BREAKS = """
 class Breaks(mx.operator.CustomOp):
-    def forward(self, *_):
+    def forward(self, **_):
         raise ValueError("broken")
 
 @mx.operator.register("bpsx_breaks")
@@ -153,6 +166,19 @@ class Prop(mx.operator.CustomOpProp):
     def create_operator(self, *_):
         return Breaks()
 
+bps.init()
+def step(number, hear=True):
+    x = mx.nd.ones((3,)) * number
+    if bps.rank() == 0 and number == 1:
+        x = x + mx.nd.Custom(x, op_type="bpsx_breaks")
+    bps.byteps_push_pull(x, name="x", is_average=False)
+    return x.asnumpy() if hear else None
+"""
+
+
+def test_an_exchange_that_the_engine_leaves_out_ends_this_workers() -> None:
+    """A script that catches the error of its own computation and goes on would be a step behind."""
+    status, told, output = run(BREAKS + """
 for number in range(3):
     try:
         print(number, step(number))
@@ -164,8 +190,49 @@ for number in range(3):
     first, second = ([line for line in told[rank] if line[:2] in ("0 ", "1 ", "2 ")] for rank in (0, 1))
     assert first[0] == second[0] == "0 [0. 0. 0.]" and first[1].startswith("1 MXNetError"), output[-2000:]
     assert first[2].startswith("2 BpsxError an earlier exchange was left out"), output[-2000:]
+    assert "an MXNetError said why" in first[2], first
     assert len(second) == 2 and not second[1].startswith("1 ["), output[-2000:]
     assert status == 3
+
+
+def test_what_has_made_the_engine_leave_one_out_is_named_where_nobody_has_waited() -> None:
+    status, told, output = run(BREAKS + """
+step(0)
+if bps.rank() == 0:
+    step(1, hear=False)
+    for _ in range(2):
+        try:
+            while True:         # until the engine has found out
+                step(2, hear=False)
+        except bpsx.BpsxError as e:
+            print(e)
+    bps.shutdown()
+    sys.exit(3)
+""")
+    first, second = (line for line in told[0] if line.startswith("an earlier exchange was left out by MXNet's engine"))
+    assert status == 3 and first == second and "Check failed" in first and "CustomOpForward" in first, output[-2000:]
+
+
+def test_an_error_that_nobody_has_waited_for_is_not_status_0() -> None:
+    status, _, output = run("""
+bps.init()
+bps.byteps_push_pull(mx.nd.ones((3 + bps.rank(),)), name="x")
+bps.barrier()
+""")
+    assert status == 1 and re.search(r"exit status 1, because an exchange has failed, .*: MismatchError: .*'x'", output), output[-2000:]
+
+
+def test_an_error_that_has_been_caught_is_over() -> None:
+    status, told, output = run("""
+bps.init()
+x = mx.nd.ones((3 + bps.rank(),))
+bps.byteps_push_pull(x, name="x")
+try:
+    x.asnumpy()
+except mx.MXNetError:
+    print("caught")
+""")
+    assert status == 0 and told == {0: ["caught"], 1: ["caught"]}, output[-2000:]
 
 
 GROWS = HEAD + """

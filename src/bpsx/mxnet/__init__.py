@@ -15,9 +15,11 @@ except ModuleNotFoundError as _error:
         raise
     raise ImportError("bpsx.mxnet needs MXNet 1.9.1: pip install mxnet==1.9.1", name="mxnet") from None
 
+from bpsx.mxnet import leaving as _leaving  # noqa: E402
 from bpsx.mxnet import library as _library  # noqa: E402
 
 _library.load()
+_leaving.prepare()
 
 from bpsx.api import (  # noqa: E402
     barrier,
@@ -28,11 +30,12 @@ from bpsx.api import (  # noqa: E402
     local_size,
     rank,
     resume,
+    shutdown,
     size,
+    suspend,
 )
 from bpsx.mxnet.broadcast import broadcast_parameters  # noqa: E402
 from bpsx.mxnet.compression import Compression  # noqa: E402
-from bpsx.mxnet.leaving import shutdown, suspend  # noqa: E402
 from bpsx.mxnet.ops import UnsupportedTensor, byteps_declare_tensor, byteps_push_pull  # noqa: E402
 from bpsx.mxnet.optimizer import DistributedOptimizer  # noqa: E402
 from bpsx.mxnet.trainer import DistributedTrainer  # noqa: E402

@@ -13,8 +13,17 @@ def wait(seconds: float) -> int:
 def new_turn() -> int:
     """For a name. It is never freed."""
 
-def skipped() -> int:
-    """How many operations the engine has not executed, because what makes their arrays has failed. Thread-safe."""
+def begin_job() -> None:
+    """Forget what has failed, or has been left out, before. Thread-safe, as all below."""
+
+def left_out() -> bool:
+    """Whether the engine has not executed an operation, because what makes its array has failed."""
+
+def why() -> str:
+    """MXNet's text of what has made it leave out the first one; once, and empty if somebody has been told already."""
+
+def unheard() -> str:
+    """MXNet's text of the first error of an operation, if nobody has been told of any; empty otherwise. From then on somebody has."""
 
 def push(array: int, turn: int, plan: Plan, rate: float, priority: int) -> None:
     """Have the engine do what ``plan`` asks for to the NDArray whose handle is ``array``, when what writes to it before has been done.

@@ -15,6 +15,7 @@ import os
 
 cdef enum:
     CPU = 1                     # of Context.kind
+    KEPT = 64
     ASYNCHRONOUS = 4            # the engine is told when the operation is over, and keeps no thread for it
 
 cdef struct Context:            # where an operation runs
@@ -55,6 +56,7 @@ cdef struct Ticket:             # what the engine has, and throws away when it i
 cdef struct Api:
     int (*copy)(void *array, void **made) noexcept nogil
     int (*free)(void *array) noexcept nogil
+    int (*wait)(void *array) noexcept nogil
     int (*data)(void *array, void **data) noexcept nogil
     int (*shape)(void *array, int *n_dims, const int64_t **dims) noexcept nogil
     int (*dtype)(void *array, int *dtype) noexcept nogil
@@ -68,7 +70,11 @@ cdef struct Api:
 cdef struct Pushed:             # operations that the engine has been given
     Monitor monitor
     int64_t pending             # those that are not over
-    int64_t skipped             # those that it has not executed
+    # Arrays of operations that have failed in this job, the first ones, and of the first that it has not executed: the engine knows whether anybody
+    # has been told.
+    void *failed[KEPT]
+    int n_failed
+    void *left_out
 
 cdef Api api
 cdef Pushed pushed
@@ -80,11 +86,12 @@ of_engine.plan, of_engine.fail, of_engine.settle, of_engine.keep, of_engine.leav
 
 def load(found) -> None:
     """Use these addresses, by the names of :class:`Api`."""
-    cdef uintptr_t copy = found["copy"], free_ = found["free"], data = found["data"], shape = found["shape"], dtype = found["dtype"]
+    cdef uintptr_t copy = found["copy"], free_ = found["free"], wait_ = found["wait"], data = found["data"], shape = found["shape"], dtype = found["dtype"]
     cdef uintptr_t reorder = found["reorder"], push_ = found["push"], last_error = found["last_error"]
     cdef uintptr_t make_error = found["make_error"], drop_error = found["drop_error"]
     api.copy = <int (*)(void *, void **) noexcept nogil>copy
     api.free = <int (*)(void *) noexcept nogil>free_
+    api.wait = <int (*)(void *) noexcept nogil>wait_
     api.data = <int (*)(void *, void **) noexcept nogil>data
     api.shape = <int (*)(void *, int *, const int64_t **) noexcept nogil>shape
     api.dtype = <int (*)(void *, int *) noexcept nogil>dtype
@@ -140,13 +147,44 @@ def push(uintptr_t array, uintptr_t turn, Plan plan not None, double rate, int p
         raise BpsxError(f"MXNet does not take an operation: {api.last_error().decode(errors='replace')}")
 
 
-def skipped() -> int:
-    cdef int64_t found
+def begin_job() -> None:
+    cdef int i
     with nogil:
         lock(&pushed.monitor)
-        found = pushed.skipped
+        for i in range(pushed.n_failed):
+            api.free(pushed.failed[i])
+        pushed.n_failed = 0
+        if pushed.left_out != NULL:
+            api.free(pushed.left_out)
+        pushed.left_out = NULL
+        unlock(&pushed.monitor)
+
+
+def left_out() -> bool:
+    cdef bint found
+    with nogil:
+        lock(&pushed.monitor)
+        found = pushed.left_out != NULL
         unlock(&pushed.monitor)
     return found
+
+
+def why() -> str:
+    return untold(pushed.left_out) if pushed.left_out != NULL else ""
+
+
+def unheard() -> str:
+    texts = [untold(pushed.failed[i]) for i in range(pushed.n_failed)]
+    texts = texts or [why()]        # what is left out after a failure has the same error
+    return texts[0] if all(texts) else ""
+
+
+cdef str untold(void *array):
+    """The error that the engine keeps for whoever waits for ``array``, which from then on is told; empty: there is none."""
+    cdef int status
+    with nogil:
+        status = api.wait(array)
+    return api.last_error().decode(errors="replace") if status != 0 else ""
 
 
 cdef void count_over() noexcept nogil:
@@ -215,7 +253,8 @@ cdef void come(Push *made) noexcept nogil:
         turn.taken = True
         made = next_due(turn)
         while made != NULL:
-            pushed.skipped += made.skipped
+            if made.skipped and pushed.left_out == NULL:
+                pushed.left_out, made.array = made.array, NULL
             unlock(&pushed.monitor)
             if made.failed or made.skipped:
                 settle(&made.call)
@@ -279,6 +318,10 @@ cdef void fail(Call *call, int code, const char *text) noexcept nogil:
     cdef Push *made = <Push *>call
     api.make_error(&made.error, text)
     made.failed = True
+    lock(&pushed.monitor)
+    if made.array != NULL and pushed.n_failed < KEPT and api.copy(made.array, &pushed.failed[pushed.n_failed]) == 0:
+        pushed.n_failed += 1
+    unlock(&pushed.monitor)
 
 
 cdef void settle(Call *call) noexcept nogil:

@@ -12,8 +12,8 @@ from bpsx.mxnet import _pushes
 VERSION = "1.9.1"
 #: What ``_pushes.pyx`` calls a function, and what it is called there.
 _FUNCTIONS = {
-    "copy": "MXShallowCopyNDArray", "free": "MXNDArrayFree", "data": "MXNDArrayGetData", "shape": "MXNDArrayGetShapeEx64",
-    "dtype": "MXNDArrayGetDType", "push": "MXEnginePushAsyncND", "last_error": "MXGetLastError",
+    "copy": "MXShallowCopyNDArray", "free": "MXNDArrayFree", "wait": "MXNDArrayWaitToRead", "data": "MXNDArrayGetData",
+    "shape": "MXNDArrayGetShapeEx64", "dtype": "MXNDArrayGetDType", "push": "MXEnginePushAsyncND", "last_error": "MXGetLastError",
     "reorder": "_ZNK5mxnet7NDArray20Reorder2DefaultAsyncEv",                                           # NDArray::Reorder2DefaultAsync() const
     "make_error": "_ZNSt13runtime_errorC1EPKc", "drop_error": "_ZNSt13runtime_errorD1Ev",               # std::runtime_error
 }

@@ -17,6 +17,7 @@ from bpsx._calls import Plan
 from bpsx.dtypes import UnsupportedDType
 from bpsx.errors import BpsxError, ConfigError, PeerLostError
 from bpsx.mxnet import _pushes
+from bpsx.mxnet.errors import in_short
 
 #: Element types that are summed, by mshadow's numbers.
 _SUMMED = {0: "float32", 1: "float64", 2: "float16", 3: "uint8", 4: "int32", 5: "int8", 6: "int64", 12: "bfloat16"}
@@ -30,9 +31,11 @@ _KEYS = {
 _CHOICES = {"dithering_partition": ("linear", "natural"), "dithering_normalize": ("max", "l2")}
 #: By name: what keeps the order of its operations, and what a thread holds while it adds one.
 _turns: dict[str, tuple[int, threading.Lock]] = {}
-#: By session: how many operations the engine had skipped before.
-_skipped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+#: By session: what has made the engine leave out an exchange.
+_causes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
+#: Whether an exception of ours has said that exchanges fail.
+told = threading.Event()
 
 
 class UnsupportedTensor(BpsxError, TypeError):
@@ -73,12 +76,25 @@ def _turn(name: str) -> tuple[int, threading.Lock]:
 def _check_job() -> None:
     """Raise if no exchange can be begun any more."""
     session = _adapter.session()
+    with _lock:
+        if session not in _causes:
+            _pushes.begin_job()
+            _causes[session] = ""
     if session.failure:
+        told.set()
         raise PeerLostError(session.failure)
-    now = _pushes.skipped()
-    if now > _skipped.setdefault(session, now):
-        raise BpsxError("an earlier exchange was left out by MXNet's engine, because what computes its array has failed (an MXNetError said "
-                        "why): from then on this worker's gradients would be added to those of other steps of the others. End this worker")
+    if _pushes.left_out():
+        told.set()
+        raise BpsxError(_left_out(session))
+
+
+def _left_out(session: Any) -> str:
+    with _lock:
+        if said := _pushes.why():       # only once: what the engine has told is over for it
+            _causes[session] = in_short(said)
+    return (f"an earlier exchange was left out by MXNet's engine, because what computes its array has failed "
+            f"({_causes[session] or 'an MXNetError said why'}): from then on this worker's gradients would be added to those of other steps of the "
+            "others. End this worker")
 
 
 def submit(array: Any, name: str, *, average: bool = False, root: int = -1, priority: int = 0, rate: float = -1.0) -> None:

@@ -22,7 +22,6 @@ from bpsx.mxnet.asynchronous import Weights
 from bpsx.mxnet.broadcast import PREFIX
 from bpsx.mxnet.decay import DecayMomentum
 from bpsx.mxnet.exchange import Exchange
-from bpsx.mxnet.leaving import finish
 from bpsx.mxnet.names import name_of
 from bpsx.mxnet.ops import add_devices, copy_to_devices, overwrite
 from bpsx.mxnet.optimizer import DistributedOptimizer
@@ -162,7 +161,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     def save_states(self, fname: str) -> None:
         """As gluon's, and what compression keeps: each worker needs a file of its own. Waits for what the engine has been given."""
-        finish()
+        _adapter.finish()
         with self._by_itself():
             super().save_states(fname)
         if self._exchange.compresses:
@@ -175,7 +174,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
         Raises :class:`~bpsx.errors.ConfigError` for what is no such file, or of other gradients.
         """
-        finish()
+        _adapter.finish()
         with self._by_itself():
             super().load_states(fname)
         self._exchange.follow(self._optimizer, isinstance(self._optimizer, _WITH_MOMENTUM))
