@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from bpsx import host, secret
+from bpsx._exit import set_exit_status
 from bpsx._handle import Handle, Item
 from bpsx.api import add_engine, finish, initialised, session
 from bpsx.arguments import check_flag, check_handle, check_name, check_priority, checked_passes, checked_root, integer
@@ -22,7 +23,7 @@ from bpsx.torchrun import Store, init, resume
 
 __all__ = ["NOT_COMPRESSED", "Compression", "Handle", "Item", "Session", "Store", "Streams", "TensorView", "add_engine", "capacity", "check_flag",
            "check_handle", "check_name", "check_priority", "checked_passes", "checked_root", "compression", "finish", "init", "initialised",
-           "integer", "is_set", "own_host", "proof", "resume", "session"]
+           "integer", "is_set", "own_host", "proof", "resume", "session", "set_exit_status"]
 
 
 def own_host() -> str:

@@ -92,7 +92,7 @@ def add_engine(wait: Callable[[float], int]) -> None:
 
 def finish(limit: float | None = None) -> None:
     """Wait for what the framework's engine has been given, no longer than ``limit`` seconds (``BPSX_SHUTDOWN_TIMEOUT``), and not at all if the job
-    has failed. Does not raise. Thread-safe."""
+    has failed. Raises nothing of its own. Thread-safe."""
     if not (_engines and initialised()):
         return
     ours = session()

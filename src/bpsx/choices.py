@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from bpsx import _adapter
@@ -23,9 +23,7 @@ def choose(given: Params, names: Iterable[str], verb: str, momenta: Mapping[str,
     if callable(given):
         said = {name: given(name) for name in known}
     elif _by_name(given, verb):
-        strange = [str(name) for name in given if name not in known]
-        if strange:
-            raise ConfigError(f"{verb}: compression_params names parameters that the optimizer has not: {', '.join(strange[:10])}")
+        check_names(given, known, verb)
         wrong = {name: value for name, value in given.items() if value is not None and not isinstance(value, Mapping)}
         if wrong:
             raise ConfigError(f"{verb}: compression_params has mappings by parameter's name, and {wrong!r}: allowed are mappings and None")
@@ -39,6 +37,9 @@ def choose(given: Params, names: Iterable[str], verb: str, momenta: Mapping[str,
 def check_params(given: Any, verb: str, momentum: bool = False) -> None:
     """Raise :class:`ConfigError` for what cannot be ``compression_params`` of any parameters. ``momentum``: whether there is an optimizer's, which
     may be ``mu``."""
+    if isinstance(given, type):
+        raise ConfigError(f"{verb}: compression_params={given.__name__}: a mapping is needed, or a function of a parameter's name, and not a class: "
+                          "those of Compression convert tensors before the exchange")
     if given is None or callable(given):
         return
     by_name = _by_name(given, verb)
@@ -47,6 +48,16 @@ def check_params(given: Any, verb: str, momentum: bool = False) -> None:
     for name, params in given.items() if by_name else [(None, given)]:
         if isinstance(params, Mapping):
             _compression(name, params, verb, {name: 0.5} if momentum else {})
+
+
+def check_names(given: Params, known: Sequence[str], verb: str) -> None:
+    """Raise :class:`ConfigError` if ``given`` has choices by name, and one is none of the ``known``."""
+    if given is None or callable(given) or not _by_name(given, verb):
+        return
+    strange = [str(name) for name in given if name not in known]
+    if strange:
+        raise ConfigError(f"{verb}: compression_params names parameters that the optimizer has not: {', '.join(strange[:10])}; it has "
+                          f"{', '.join(known[:10])}{', …' * (len(known) > 10)}")
 
 
 def _by_name(given: Any, verb: str) -> bool:

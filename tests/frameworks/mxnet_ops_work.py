@@ -208,6 +208,12 @@ def job_refused() -> Any:
         lambda: bps.DistributedTrainer(deferred.collect_params(), "sgd", compression_params={"compressor": "zip"}),
         lambda: bps.DistributedTrainer(deferred.collect_params(), "sgd", compression_params={"compressor": "onebit", "momentum": "nesterov"}),
         lambda: bps.DistributedTrainer([*deferred.collect_params().values()] * 2, "sgd"),
+        lambda: bps.DistributedTrainer(deferred.collect_params(), None),
+        lambda: bps.DistributedTrainer(deferred.collect_params(), "sgd", compression_params=bps.Compression.fp16),
+        lambda: bps.DistributedTrainer(deferred.collect_params(), "sgd", compression_params={"wieght": {"compressor": "onebit"}}),
+        lambda: bps.broadcast_parameters({"x": x, 1: x}),
+        lambda: bps.DistributedTrainer(deferred.collect_params(), "sgd").load_states(__file__),
+        lambda: bps.DistributedTrainer(deferred.collect_params(), "sgd").load_states("/nowhere"),
     ]
     told = []
     for call in calls:

@@ -133,7 +133,9 @@ def test_refused(job: Finished) -> None:
         "a mapping from names", "root_rank=2: allowed are 0 to 1", "UnsupportedTensor: broadcast_parameters: 'x'", "has no shape yet",
         "name='': a string is needed", "compressor='zip'", "colour='red' is no key", "an optimizer of MXNet's is needed, not str",
         "is distributed already", "root_rank=-1", "rows_weight: sparse Parameters", "compression_params: compressor='zip'", "without mu",
-        "given twice",
+        "given twice", "ConfigError: DistributedTrainer: optimizer=None", "compression_params=FP16Compressor: a mapping is needed",
+        "names parameters that the optimizer has not: wieght; it has dense", "params has the key 1", "has no states that save_states() has written",
+        "FileNotFoundError",
     ]
     for told in found_in(job, "job_refused"):
         for text, part in zip(told, expected, strict=True):

@@ -25,6 +25,9 @@ def broadcast_parameters(params: Mapping[str, Any], root_rank: int = 0) -> None:
     verb = "broadcast_parameters"
     if not isinstance(params, (Mapping, mx.gluon.ParameterDict)):
         raise ConfigError(f"{verb}: params is a {type(params).__name__}; a mapping from names to NDArrays or Parameters is needed")
+    unnamed = [name for name in params if not isinstance(name, str)]
+    if unnamed:
+        raise ConfigError(f"{verb}: params has the key {unnamed[0]!r}; names, which are strings, are needed")
     root = checked_root(root_rank, verb, _adapter.session().size)
     arrays = {name: copies_of(value, f"{verb}: {name!r}") for name, value in params.items()}
     for name in sorted(arrays):

@@ -9,7 +9,7 @@ from typing import Any
 import mxnet as mx
 
 from bpsx import _adapter
-from bpsx.choices import Params, check_params, choose
+from bpsx.choices import Params, check_names, check_params, choose
 from bpsx.errors import ConfigError
 from bpsx.keeping import Keeping
 from bpsx.momentum import Momentum
@@ -30,6 +30,7 @@ class Exchange:
 
     def __init__(self, parameters: Sequence[Any], params: Params, momentum: Momentum) -> None:
         check_params(params, _VERB, momentum.has_value)
+        check_names(params, [str(p.name) for p in parameters], _VERB)
         self._params, self._momentum = params, momentum
         self._parameters, self._names = list(parameters), [name_of(p) for p in parameters]
         self.choices: dict[str, _adapter.Compression] = {}      # by name, of those that are compressed

@@ -7,7 +7,6 @@ import os
 import sys
 
 from bpsx import _adapter
-from bpsx._exit import set_exit_status
 from bpsx.mxnet import _pushes
 from bpsx.mxnet.errors import in_short
 from bpsx.mxnet.ops import told
@@ -27,4 +26,4 @@ def _tell_unheard() -> None:
         return
     if text := _pushes.unheard():
         print(f"bpsx: exit status 1, because an exchange has failed, and nobody had waited for its array: {in_short(text)}", file=sys.stderr)
-        set_exit_status(1)
+        _adapter.set_exit_status(1)

@@ -56,6 +56,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         if isinstance(optimizer, DistributedOptimizer):
             log.warning("%s exchanges gradients itself: the DistributedOptimizer around the optimizer is left out", _VERB)
             optimizer = optimizer._optimizer
+        if not isinstance(optimizer, (str, mx.optimizer.Optimizer)):
+            raise ConfigError(f"{_VERB}: optimizer={optimizer!r}: a name is needed, such as 'sgd', or an optimizer of MXNet's")
         self._root = checked_root(root_rank, _VERB, _adapter.session().size)
         super().__init__(params, optimizer, optimizer_params, kvstore=None)
         counts: Counter[Any] = Counter(self._params)
@@ -176,7 +178,12 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         """
         _adapter.finish()
         with self._by_itself():
-            super().load_states(fname)
+            try:
+                super().load_states(fname)
+            except OSError:
+                raise
+            except Exception as e:      # whatever reading it raises
+                raise ConfigError(f"load_states: {str(fname)!r} has no states that save_states() has written: {e}") from e
         self._exchange.follow(self._optimizer, isinstance(self._optimizer, _WITH_MOMENTUM))
         if self._exchange.compresses:
             saved = unpacked(_archive(Path(fname).read_bytes()))
