@@ -127,7 +127,7 @@ class Peer:
         end = time.monotonic() + 60
         while not self._places and time.monotonic() < end:
             time.sleep(0.01)
-        ((key, _, slot),) = self._places
+        ((key, _, slot, _),) = self._places
         self.target = Target(welcome["job"], key, slot, rank)
         self._register()
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from bpsx import secret
 from bpsx.errors import ConfigError
+from bpsx.unused import NOT_USED
 from bpsx.values import FLAG, blacklist, choice, cpu_lists, flag, host_port, integer, modules, number, ranks, zero_or
 
 
@@ -93,6 +94,10 @@ OPTIONS: tuple[Option, ...] = (
            "Tensors are cut into partitions of at most this size (in whole pages), compressed ones of twice that. The same on all workers.", _TUNE),
     Option("key_hash_fn", "BYTEPS_KEY_HASH_FN", choice(*_HASHES), "balanced", " | ".join(_HASHES),
            "How partitions are spread over servers: by bytes (balanced) or by one of BytePS' hashes. The same on all workers.", _TUNE),
+    Option("mixed_mode", "BYTEPS_ENABLE_MIXED_MODE", flag, False, FLAG,
+           "Servers on workers' machines get fewer bytes than others, so that all network cards carry the same. The same on all workers.", _TUNE),
+    Option("server_weight", "BPSX_SERVER_WEIGHT", integer(1, 1000), 1, "1..1000",
+           "Of a server: how many bytes it gets, compared to the others; in mixed mode how fast its machine's card is.", _TUNE),
     Option("hash_coefficient", "BYTEPS_BUILT_IN_HASH_COEF", integer(1, 2**31), 1, "1..2147483648", "Multiplier of the built_in hash.", _TUNE),
     Option("scheduling_credit", "BYTEPS_SCHEDULING_CREDIT", integer(0), 4, "partitions; 0: no bound",
            "How much a worker hands to the transport per connection before it has been written out, in partitions. "
@@ -221,20 +226,6 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
     Option("run_id", "TORCHELASTIC_RUN_ID", str, "", "text", "Keeps this run's entries in the store apart from others'.", _TORCHRUN),
 )
 
-#: Upstream's variables that mean something to BytePS and nothing to this version: set, they get a warning instead of silence.
-NOT_USED = frozenset((
-    "BYTEPS_GLOBAL_RANK", "BYTEPS_ORDERED_HOSTS", "BYTEPS_OMP_THREAD_PER_GPU",
-    "BYTEPS_ENABLE_MIXED_MODE", "BYTEPS_MIXED_MODE_BOUND",
-    "BYTEPS_SERVER_ENGINE_BLOCKING", "BYTEPS_ENABLE_IPC", "BYTEPS_ADDRESS_POOL_SIZE", "BYTEPS_IPC_COPY_NUM_THREADS",
-    "BYTEPS_IPC_ENABLE_ASYNC_COPY", "BYTEPS_PRINT_RDMA_LOG", "BYTEPS_RDMA_MAX_CONCURR_WR", "BYTEPS_RDMA_RX_DEPTH",
-    "BYTEPS_RDMA_START_DEPTH", "BYTEPS_UCX_ERRH_ENABLE", "BYTEPS_UCX_FORCE_REQ_ORDER", "BYTEPS_UCX_QUEUE_SENDS",
-    "BYTEPS_UCX_RECONNECT_TMO", "BYTEPS_UCX_SHORT_THRESH", "BYTEPS_ZMQ_MAX_SOCKET",
-    "DMLC_ENABLE_UCX", "DMLC_LOCAL", "DMLC_GROUP_SIZE", "DMLC_RANK", "DMLC_NUM_CPU_DEV", "DMLC_NUM_GPU_DEV",
-    "DMLC_NUM_PORTS", "DMLC_PORT", "DMLC_USE_KUBERNETES", "DMLC_LOCKLESS_QUEUE", "DMLC_POLLING_IN_NANOSECOND", "PS_DROP_MSG", "PS_RESEND",
-    "PS_RESEND_TIMEOUT",
-))
-
-
 class Config:
     """The values of all options, as attributes named by :attr:`Option.field`. Immutable after construction.
 
@@ -338,6 +329,8 @@ class Config:
             yield from self._server_faults()
         if self.role == "worker" and self.num_worker > 1:
             yield from self._missing("worker_id")
+        if self.mixed_mode and self.key_hash_fn != "balanced":
+            yield f"BYTEPS_KEY_HASH_FN={self.key_hash_fn}: with BYTEPS_ENABLE_MIXED_MODE=1 bytes decide; allowed is balanced"
         if self.role in ("worker", None):
             yield from self._worker_faults()
 
@@ -455,9 +448,10 @@ def frame_bound(config: Config | int) -> int:
 def fingerprint(config: Config) -> dict[str, Any]:
     """The options that must be the same on all workers, to be compared at rendezvous; flags as 0 or 1."""
     names = ("num_worker", "num_server", "local_size", "local_reduce", "partition_bytes", "key_hash_fn", "hash_coefficient", "asynchronous",
-             "encrypt")
+             "encrypt", "mixed_mode")
     values = {o.env: getattr(config, o.field) for o in OPTIONS if o.field in names}
-    values |= {"DMLC_NUM_SERVER": config.servers, "BPSX_LOCAL_REDUCE": config.shares_machine}
+    values |= {"DMLC_NUM_SERVER": config.servers, "BPSX_LOCAL_REDUCE": config.shares_machine,
+               "BPSX_SERVER_WEIGHT": config.server_weight if config.role == "server" else 1}
     return {env: int(value) if isinstance(value, bool) else value for env, value in values.items()}
 
 

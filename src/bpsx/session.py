@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -23,7 +24,7 @@ from bpsx.host import keep_memory, own_host
 from bpsx.joining import Joining
 from bpsx.logs import configure
 from bpsx.neighbourhood import Neighbourhood
-from bpsx.partitioner import partition, whole_pages
+from bpsx.partitioner import whole_pages
 from bpsx.rendezvous.client import Link
 from bpsx.reporting import Reporter
 from bpsx.speed import Speed, Speedometer
@@ -186,14 +187,14 @@ class Session:
         if declared.tensor is not None:
             self._core.know(declared.tensor)
 
-    def _placed(self, name: str, generation: int, places: list[tuple[int, int, int]]) -> None:
+    def _placed(self, name: str, generation: int, places: list[tuple[int, int, int, int]]) -> None:
         with self._lock:
             declared = self._declared.get((name, generation))
             if declared is None or declared.tensor is not None or declared.failed:
                 return
-            spans = partition(declared.nbytes, self.config.partition_bytes, declared.codec is not None)
-            parts = [(key, lane, slot, span.offset, span.length) for (key, lane, slot), span in zip(places, spans, strict=True)]
-            self.reporter.name(name, (key for key, _, _ in places))
+            offsets = itertools.accumulate((place[3] for place in places), initial=0)
+            parts = [(key, lane, slot, offset, length) for (key, lane, slot, length), offset in zip(places, offsets)]
+            self.reporter.name(name, (place[0] for place in places))
             on = declared.pending[0].gpu if declared.pending else None
             tensor = self.compressing.tensor(name, declared.dtype, parts, generation, declared.codec, on)
             for handle in declared.pending:

@@ -13,7 +13,7 @@ LAYERS = [
     ("bpsx.torchrun", 1.8), ("bpsx.api", 2), ("bpsx.arrays", 2.2), ("bpsx.session", 2.5), ("bpsx.joining", 2.7), ("bpsx.compressing", 2.65),
     ("bpsx.declaring", 2.55), ("bpsx.devices", 2.68), ("bpsx.coding", 2.67), ("bpsx.saving", 2.8), ("bpsx.speed", 9),
     ("bpsx.compression", 3), ("bpsx._exit", 4),
-    ("bpsx.partitioner", 3), ("bpsx.placement", 3), ("bpsx.pipeline", 3),
+    ("bpsx.partitioner", 3.1), ("bpsx.placement", 3), ("bpsx.cards", 3), ("bpsx.unused", 11), ("bpsx.pipeline", 3),
     ("bpsx.reporting", 2.7), ("bpsx.neighbourhood", 2.7), ("bpsx.timeline", 2.8),
     ("bpsx._watch", 4), ("bpsx._core", 4), ("bpsx._handle", 4.1), ("bpsx._tensor", 4.2), ("bpsx.core", 4.5),
     ("bpsx.local._cuda", 4.4), ("bpsx.local.cuda", 4.45), ("bpsx.local.topology", 8), ("bpsx.local", 3.5),

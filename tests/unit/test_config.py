@@ -7,8 +7,9 @@ import stat
 
 import pytest
 
-from bpsx.config import NOT_USED, OPTIONS, Config, cache_dir, faults, fingerprint, reference, runtime_dir
+from bpsx.config import OPTIONS, Config, cache_dir, faults, fingerprint, reference, runtime_dir
 from bpsx.errors import ConfigError
+from bpsx.unused import NOT_USED
 
 WORKER = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "h", "DMLC_PS_ROOT_PORT": "1", "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1",
           "DMLC_WORKER_ID": "1"}
@@ -19,7 +20,8 @@ REFUSED = {
     "BYTEPS_ENABLE_ASYNC": "2", "DMLC_ENABLE_RDMA": "carrier-pigeon",
     "BYTEPS_PARTITION_BYTES": "4095",
     "BYTEPS_MIN_COMPRESS_BYTES": "-1", "BYTEPS_THREADPOOL_SIZE": "0", "BPSX_COMPRESSORS": "a.b,./c.py",
-    "BYTEPS_KEY_HASH_FN": "md5", "BYTEPS_BUILT_IN_HASH_COEF": "0", "BYTEPS_SCHEDULING_CREDIT": "-1",
+    "BYTEPS_KEY_HASH_FN": "md5", "BYTEPS_BUILT_IN_HASH_COEF": "0", "BYTEPS_ENABLE_MIXED_MODE": "k", "BPSX_SERVER_WEIGHT": "0",
+    "BYTEPS_SCHEDULING_CREDIT": "-1",
     "BYTEPS_SERVER_ENGINE_THREAD": "0", "BYTEPS_SERVER_ENABLE_SCHEDULE": "2", "BYTEPS_ZMQ_NTHREADS": "x", "BPSX_SEND_BUFFER_KB": "63",
     "BPSX_SEND_AHEAD_MS": "-1", "BPSX_SPIN_US": "-1", "BPSX_FIXED_ORDER": "2", "BPSX_KEEP_MEMORY_MB": "1e3", "BPSX_RENDEZVOUS_TIMEOUT": "inf",
     "BPSX_GATHER_GRACE": "-1",
@@ -93,6 +95,7 @@ def test_rank_and_size():
     ({"DMLC_ROLE": None}, "DMLC_ROLE"), ({"DMLC_PS_ROOT_URI": None}, "DMLC_PS_ROOT_URI"), ({"DMLC_PS_ROOT_PORT": None}, "DMLC_PS_ROOT_PORT"),
     ({"DMLC_NUM_SERVER": None}, "DMLC_NUM_SERVER"), ({"DMLC_NUM_SERVER": "0"}, "DMLC_NUM_SERVER=0"), ({"DMLC_WORKER_ID": None}, "DMLC_WORKER_ID"),
     ({"DMLC_WORKER_ID": "2"}, "0..1"), ({"BYTEPS_LOCAL_RANK": "1"}, "0..0"), ({"DMLC_ROLE": "server", "DMLC_PS_ROOT_URI": None}, "DMLC_PS_ROOT_URI"),
+    ({"BYTEPS_ENABLE_MIXED_MODE": "1", "BYTEPS_KEY_HASH_FN": "djb2"}, "BYTEPS_KEY_HASH_FN=djb2"),
 ])
 def test_what_is_missing_or_does_not_fit_is_named(change, text):
     environment = {k: v for k, v in {**WORKER, **change}.items() if v is not None}
@@ -131,7 +134,7 @@ def test_given_values_win_and_must_exist():
 def test_the_fingerprint_holds_what_workers_must_share():
     assert fingerprint(Config(WORKER)).keys() == {"DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "BYTEPS_LOCAL_SIZE", "BYTEPS_PARTITION_BYTES",
                                                   "BYTEPS_KEY_HASH_FN", "BYTEPS_BUILT_IN_HASH_COEF", "BPSX_LOCAL_REDUCE",
-                                                  "BYTEPS_ENABLE_ASYNC", "BPSX_ENCRYPT"}
+                                                  "BYTEPS_ENABLE_ASYNC", "BPSX_ENCRYPT", "BYTEPS_ENABLE_MIXED_MODE", "BPSX_SERVER_WEIGHT"}
 
 
 def test_a_machine_whose_processes_sum_among_themselves_needs_no_server():

@@ -5,18 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from models import RESNET50
 
-from bpsx.partitioner import PAGE_BYTES, partition
+from bpsx.partitioner import PAGE_BYTES, most_bytes, partition
 from bpsx.pipeline import Stage, stages_for
 from bpsx.placement import Placement, key_of
-
-# Bytes of the float32 parameters of a ResNet-50 and a transformer layer stack, by their published shapes.
-_BLOCKS = [(64, 64, 256, 3), (256, 128, 512, 4), (512, 256, 1024, 6), (1024, 512, 2048, 3)]
-RESNET50 = [4 * n for n in [64 * 3 * 49] + [
-    size for inside, mid, out, times in _BLOCKS for i in range(times)
-    for size in ((out if i else inside) * mid, mid * mid * 9, mid * out, mid, mid, mid, mid, out, out, *([inside * out] if i == 0 else []))
-] + [2048 * 1000, 1000]]
-TRANSFORMER = [4 * n for n in [30522 * 1024] + [1024 * 1024] * 4 * 24 + [4096 * 1024] * 2 * 24 + [1024] * 9 * 24]
 
 
 @given(nbytes=st.integers(0, 10**8), partition_bytes=st.integers(1, 10**7), compressed=st.booleans())
@@ -36,48 +29,56 @@ def test_spans_cover_exactly_in_order_and_begin_at_pages(nbytes, partition_bytes
 @pytest.mark.parametrize("function", ["balanced", "naive", "built_in", "djb2", "sdbm"])
 def test_places_are_in_range_distinct_and_slots_are_dense(function):
     lanes = [2, 1, 3]
-    placement = Placement(lanes, function)
-    places = [p for tensor in range(300) for p in placement.place(tensor, [5000] * (tensor % 4 + 1))]
+    placement = Placement(lanes, function, partition_bytes=8192)
+    places = [p for tensor in range(300) for p in placement.place(tensor, 5000 * (tensor % 4 + 1))]
     assert len({p.key for p in places}) == len(places)
     for lane in range(6):
         assert sorted(p.slot for p in places if p.lane == lane) == list(range(sum(p.lane == lane for p in places)))
     assert {p.lane for p in places} <= set(range(6))
-    again = Placement(lanes, function)
-    assert [p for tensor in range(300) for p in again.place(tensor, [5000] * (tensor % 4 + 1))] == places
+    again = Placement(lanes, function, partition_bytes=8192)
+    assert [p for tensor in range(300) for p in again.place(tensor, 5000 * (tensor % 4 + 1))] == places
 
 
 @pytest.mark.parametrize("function", ["naive", "built_in", "djb2", "sdbm"])
 def test_a_hash_looks_at_the_key_only(function):
-    first, second = Placement([1] * 7, function), Placement([1] * 7, function)
-    second.place(99, [12345] * 5)
-    assert [p.lane for p in first.place(3, [1, 10**6])] == [p.lane for p in second.place(3, [10**9, 1])]
+    first, second = (Placement([1] * 7, function, partition_bytes=4096) for _ in range(2))
+    second.place(99, 5 * 4096)
+    assert [p.lane for p in first.place(3, 5000)] == [p.lane for p in second.place(3, 8192)]
 
 
 def test_the_coefficient_changes_the_built_in_hash_only():
-    lanes = {c: [p.lane for t in range(50) for p in Placement([1] * 5, "built_in", c).place(t, [1])] for c in (1, 3)}
+    lanes = {c: [p.lane for t in range(50) for p in Placement([1] * 5, "built_in", c).place(t, 1)] for c in (1, 3)}
     assert lanes[1] != lanes[3]
 
 
-@pytest.mark.parametrize("servers", [1, 2, 3, 8])
-@pytest.mark.parametrize("model", [RESNET50, TRANSFORMER], ids=["resnet50", "transformer"])
-def test_bytes_are_balanced_over_servers(model, servers):
-    placement = Placement([1] * servers)
-    for tensor, nbytes in enumerate(model):
-        placement.place(tensor, [s.length for s in partition(nbytes, 4096000)])
-    # the last large partition may tip the scales: at most one partition apart
-    assert max(placement.server_bytes) - min(placement.server_bytes) <= 4096000
+@given(tensors=st.lists(st.tuples(st.integers(0, 10**8), st.booleans()), max_size=12), shares=st.lists(st.integers(0, 5), min_size=1, max_size=9),
+       partition_bytes=st.integers(4096, 10**7), function=st.sampled_from(["balanced", "djb2"]))
+def test_partitions_cover_exactly_begin_at_pages_and_are_no_more_than_needed(tensors, shares, partition_bytes, function):
+    partition_bytes = max(partition_bytes, 10**8 // 5000)
+    parts = [s / max(1, sum(shares)) for s in shares] if any(shares) else [1 / len(shares)] * len(shares)
+    placement = Placement([1] * len(shares), function, 1, parts, partition_bytes)
+    for number, (nbytes, compressed) in enumerate(tensors):
+        places = placement.place(number, nbytes, compressed)
+        assert sum(p.length for p in places) == nbytes
+        assert all(p.length % PAGE_BYTES == 0 for p in places[:-1])
+        assert all(0 < p.length <= most_bytes(partition_bytes, compressed) for p in places) or nbytes == 0 == places[0].length
+        plain = partition(nbytes, partition_bytes, compressed)
+        if compressed or function != "balanced":
+            assert [p.length for p in places] == [s.length for s in plain]
+        assert len(places) <= len(plain) + len(shares)
+        assert function != "balanced" or not any(shares) or all(shares[p.lane] for p in places)
 
 
 def test_bytes_are_balanced_over_the_lanes_of_a_server():
-    placement = Placement([4])
+    placement = Placement([4], partition_bytes=4096000)
     for tensor, nbytes in enumerate(RESNET50):
-        placement.place(tensor, [s.length for s in partition(nbytes, 4096000)])
+        placement.place(tensor, nbytes)
     assert max(placement.lane_bytes) - min(placement.lane_bytes) <= 4096000
 
 
 def test_tensors_of_no_bytes_are_spread_too():
     placement = Placement([1] * 4)
-    assert {placement.place(t, [0])[0].lane for t in range(8)} == {0, 1, 2, 3}
+    assert {placement.place(t, 0)[0].lane for t in range(8)} == {0, 1, 2, 3}
 
 
 def test_keys_do_not_collide():

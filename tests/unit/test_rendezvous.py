@@ -14,6 +14,7 @@ from bpsx.placement import Placement
 from bpsx.rendezvous import messages
 from bpsx.rendezvous.hub import Hub
 from bpsx.rendezvous.membership import Membership
+from bpsx.rendezvous.messages import PROTOCOL
 from bpsx.rendezvous.registry import Registry
 from bpsx.rendezvous.stall import Stalls
 
@@ -24,7 +25,7 @@ def config(workers: int, servers: int, **changes) -> dict:
 
 def hello(role: str, rank: int, workers: int = 2, servers: int = 1, pid: int | None = None, **changes) -> dict:
     made_up = 100 + rank + (50 if role == "server" else 0)
-    return {"type": "HELLO", "protocol": 2, "role": role, "rank": rank, "host": "h", "pid": made_up if pid is None else pid,
+    return {"type": "HELLO", "protocol": PROTOCOL, "role": role, "rank": rank, "host": "h", "pid": made_up if pid is None else pid,
             "lanes": [f"h:{rank}"] if role == "server" else [], "config": config(workers, servers), **changes}
 
 
@@ -78,7 +79,7 @@ def test_who_is_missing_is_known():
 
 @pytest.mark.parametrize(("message", "text"), [
     (hello("worker", 0, pid=7), "there is a worker 0 (h, pid 100) already"), (hello("worker", 5), "rank 5"), (hello("boss", 0), "'boss'"),
-    (hello("worker", 1, protocol=3), "protocol version 3"), (hello("worker", 1, 3), "DMLC_NUM_WORKER=3"),
+    (hello("worker", 1, protocol=PROTOCOL + 1), f"protocol version {PROTOCOL + 1}"), (hello("worker", 1, 3), "DMLC_NUM_WORKER=3"),
     (hello("server", -1, 2, 4), "DMLC_NUM_SERVER=4"),
     (hello("worker", 1, config=config(2, 0)), "set DMLC_NUM_SERVER=0 for the scheduler"),
     (hello("worker", 1, config=config(2, 1, BYTEPS_PARTITION_BYTES=8192)), "BYTEPS_PARTITION_BYTES=8192"),
@@ -96,7 +97,7 @@ def test_a_refusal_says_why_and_changes_nothing(message, text):
     assert m.present() == before and m.state == "waiting"
 
 
-@pytest.mark.parametrize("message", [hello("worker", 1, config=config(2, 1, BYTEPS_PARTITION_BYTES=8192)), hello("worker", 1, protocol=3),
+@pytest.mark.parametrize("message", [hello("worker", 1, config=config(2, 1, BYTEPS_PARTITION_BYTES=8192)), hello("worker", 1, protocol=PROTOCOL + 1),
                                      hello("server", -1, config=config(2, 1, BPSX_ENCRYPT=1)), hello("server", -1, 2, 4)])
 def test_who_is_refused_is_missed_until_it_comes_with_other_options(message):
     m = members()
@@ -109,7 +110,7 @@ def test_who_is_refused_is_missed_until_it_comes_with_other_options(message):
     assert m.vanished.due(6.0, 3.0) is None
 
 
-@pytest.mark.parametrize("message", [hello("worker", 0, pid=7), hello("worker", 0, protocol=3), hello("worker", 5), hello("boss", 0),
+@pytest.mark.parametrize("message", [hello("worker", 0, pid=7), hello("worker", 0, protocol=PROTOCOL + 1), hello("worker", 5), hello("boss", 0),
                                      hello("server", -1, pid=8), hello("worker", 10**6, config=config(2, 1, BYTEPS_LOCAL_SIZE=10**9))])
 def test_nobody_is_missed_for_whom_there_was_no_place(message):
     m = members()
@@ -237,7 +238,7 @@ def test_whatever_happens_it_only_goes_forward(events):
 
 
 def registry() -> Registry:
-    return Registry(Placement([1, 1]), 8192)
+    return Registry(Placement([1, 1], partition_bytes=8192), 8192)
 
 
 def test_the_first_places_and_the_others_get_the_same():

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from test_rendezvous import config, declare, hello, kinds, members, running
 
 from bpsx.config import Config
-from bpsx.partitioner import partition
 from bpsx.placement import Placement, key_of
 from bpsx.rendezvous import messages
 from bpsx.rendezvous.agreement import disagreement
@@ -103,7 +102,7 @@ def test_a_tensor_larger_than_any_memory_is_refused(little_memory, nbytes):
 def test_a_large_tensor_in_the_smallest_partitions_fits_a_message():
     """A gibibyte with BYTEPS_PARTITION_BYTES=4096: what is above MAX_BYTES breaks the worker's connection to the scheduler."""
     smallest = Config({"BYTEPS_PARTITION_BYTES": "4096"}).partition_bytes
-    places = Placement([1]).place(3, [s.length for s in partition(1 << 30, smallest)])
+    places = Placement([1, 1], partition_bytes=smallest).place(3, 1 << 30)
     assert len(messages.encode("PLACED", name="t", generation=0, places=[list(p) for p in places])) <= messages.MAX_BYTES
 
 

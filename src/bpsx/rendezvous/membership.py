@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from bpsx.cards import shares_by_host
 from bpsx.config import MOST_WORKERS, wrong_options
 from bpsx.placement import Placement
 from bpsx.rendezvous.agreement import disagreement
@@ -189,8 +190,10 @@ class Membership:
         servers = self._of("server")
         for rank, server in enumerate(servers):
             server.rank = rank
-        placement = Placement([len(s.lanes) for s in servers], str(config["BYTEPS_KEY_HASH_FN"]), int(config["BYTEPS_BUILT_IN_HASH_COEF"]))
-        self.registry = Registry(placement, int(config["BYTEPS_PARTITION_BYTES"]))
+        partition_bytes = int(config["BYTEPS_PARTITION_BYTES"])
+        placement = Placement([len(s.lanes) for s in servers], str(config["BYTEPS_KEY_HASH_FN"]), int(config["BYTEPS_BUILT_IN_HASH_COEF"]),
+                              self._shares(), partition_bytes)
+        self.registry = Registry(placement, partition_bytes)
         self.state = "running"
         roster = {
             "type": "WELCOME", "job": self.job, "workers": self.size // self.processes, "processes": self.processes,
@@ -198,6 +201,13 @@ class Membership:
             "names": {role: [str(n) for n in self._of(role)] for role in ("worker", "server")},
         }
         return [(n.ident, {**roster, "rank": n.rank}) for n in self.nodes.values()]
+
+    def _shares(self) -> list[float]:
+        """What part of all bytes each server should sum."""
+        servers = [(s.host, int(s.config["BPSX_SERVER_WEIGHT"])) for s in self._of("server")]
+        if not (servers and self._of("worker")[0].config["BYTEPS_ENABLE_MIXED_MODE"]):
+            return [weight / sum(w for _, w in servers) for _, weight in servers]
+        return shares_by_host([w.host for w in self._of("worker") if w.rank % self.processes == 0], servers)
 
     # ---- while it runs
 

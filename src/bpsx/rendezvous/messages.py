@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_BYTES = 64 << 20        # the places of a tensor with the most partitions fit
 MAX_NAME = 4096
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from bpsx.dtypes import BY_CODE
-from bpsx.partitioner import partition
 from bpsx.placement import PARTS_PER_TENSOR, Place, Placement
 
 
@@ -54,7 +53,7 @@ class Registry:
             if nbytes > PARTS_PER_TENSOR * self._partition_bytes:
                 wanted.failure, wanted.status = f"tensor {name!r} of {nbytes} bytes has too many partitions: raise BYTEPS_PARTITION_BYTES", -2
             else:
-                wanted.places = self._placement.place(len(self._tensors), [s.length for s in partition(nbytes, self._partition_bytes, bool(codec))])
+                wanted.places = self._placement.place(len(self._tensors), nbytes, bool(codec))
             self._tensors[name, generation] = wanted
             return wanted, [rank]
         told = [rank]
