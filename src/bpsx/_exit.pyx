@@ -16,8 +16,10 @@ cdef void end_with_status() noexcept nogil:
 
 
 def set_exit_status(int status) -> None:
-    """Let the interpreter, once it has finalised, end with ``status`` instead of its own."""
+    """Let the interpreter, once it has finalised, end with ``status`` instead of its own. What was said first counts."""
     global exit_status
-    if exit_status == 0 and Py_AtExit(end_with_status) != 0:
+    if exit_status:
+        return
+    if Py_AtExit(end_with_status) != 0:
         raise RuntimeError("the interpreter takes no more exit functions")
     exit_status = status

@@ -222,6 +222,31 @@ bps.barrier()
     assert status == 1 and re.search(r"exit status 1, because an exchange has failed, .*: MismatchError: .*'x'", output), output[-2000:]
 
 
+def test_ctrl_c_while_the_end_waits_for_the_engine() -> None:
+    """The others hear of it, and nobody ends as if all were well."""
+    with Job(HEAD + """
+import threading
+from bpsx import api
+bps.init()
+bps.barrier()
+if bps.rank() == 1:
+    hear()
+else:
+    bps.byteps_push_pull(mx.nd.ones((3,)), name="alone")
+    wait = api._engines[0]
+    def waits(seconds):
+        report("waits")
+        return wait(seconds)
+    api._engines[0] = waits
+""", workers=2, servers=1) as job:
+        ends, other = job.workers
+        ends.wait_for_line("waits")
+        ends.signal(signal.SIGINT)
+        assert ends.wait() == 130
+        other.say("go")
+        assert other.wait() == 1 and "KeyboardInterrupt" in other.text()
+
+
 def test_an_error_that_has_been_caught_is_over() -> None:
     status, told, output = run("""
 bps.init()
