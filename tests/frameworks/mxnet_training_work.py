@@ -306,11 +306,11 @@ def job_two_trainers() -> Any:
 
 
 def job_module() -> Any:
-    """The Module API, alone and with DistributedOptimizer."""
-    def fit(optimizer: Any, rank: int | None) -> dict[str, np.ndarray]:
+    """The Module API, alone and with DistributedOptimizer, also on two devices of each worker."""
+    def fit(optimizer: Any, rank: int | None, devices: int = 1) -> dict[str, np.ndarray]:
         x = mx.sym.FullyConnected(mx.sym.Activation(mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=8, name="one"), act_type="relu"),
                                   num_hidden=5, name="two")
-        module = mx.mod.Module(mx.sym.SoftmaxOutput(x, name="softmax", normalization="batch"), context=mx.cpu())
+        module = mx.mod.Module(mx.sym.SoftmaxOutput(x, name="softmax", normalization="batch"), context=[mx.cpu(i) for i in range(devices)])
         rng = np.random.default_rng(1)
         rows = ROWS if rank is not None else WORKERS * ROWS
         features, labels = rng.normal(size=(4, WORKERS, ROWS, 6)).astype("f4"), rng.integers(0, 5, (4, WORKERS, ROWS))
@@ -318,13 +318,15 @@ def job_module() -> Any:
         batches = mx.io.NDArrayIter(features[:, part].reshape(-1, 6), labels[:, part].reshape(-1).astype("f4"), rows, label_name="softmax_label")
         start = {name: mx.nd.array(np.random.default_rng(i).normal(size=shape) / 3) for i, (name, shape) in enumerate(
             (("one_weight", (8, 6)), ("one_bias", (8,)), ("two_weight", (5, 8)), ("two_bias", (5,))))}
-        module.fit(batches, num_epoch=2, optimizer=optimizer, kvstore=None, arg_params=start, eval_metric="acc")
+        module.fit(batches, num_epoch=2, optimizer=optimizer, kvstore="local" if devices > 1 else None, arg_params=start, eval_metric="acc")
         return {name: value.asnumpy() for name, value in module.get_params()[0].items()}
 
     plain = mx.optimizer.create("sgd", learning_rate=0.1, momentum=0.9)
     inner = mx.optimizer.create("sgd", learning_rate=0.1, momentum=0.9)
     optimizer = bps.DistributedOptimizer(inner)
-    result = fit(plain, None), fit(optimizer, bps.rank())
+    # Devices divide by their own batches, and are summed.
+    two = bps.DistributedOptimizer(mx.optimizer.create("sgd", learning_rate=0.1, momentum=0.9, rescale_grad=1 / 2))
+    result = fit(plain, None), fit(optimizer, bps.rank()), fit(two, bps.rank(), 2)
     optimizer.set_learning_rate(0.25)
     optimizer.rescale_grad = 0.5
     return (*result, (inner.lr, inner.rescale_grad, optimizer.learning_rate, optimizer.momentum, isinstance(optimizer, mx.optimizer.Optimizer)))

@@ -116,8 +116,8 @@ def test_parameters_of_one_name(job: Finished) -> None:
 
 
 def test_the_module_api(job: Finished) -> None:
-    for alone, ours, seen in each(job, "job_module"):
-        assert close(list(alone.values()), list(ours.values()))
+    for alone, ours, on_two_devices, seen in each(job, "job_module"):
+        assert close(list(alone.values()), list(ours.values())) and close(list(alone.values()), list(on_two_devices.values()))
         assert seen == (0.25, 0.5, 0.25, 0.9, True)
 
 
