@@ -43,7 +43,7 @@ _ROLES = ("worker", "server", "scheduler")
 _HASHES = ("balanced", "naive", "built_in", "djb2", "sdbm")
 _LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 #: Values of DMLC_ENABLE_RDMA -> name of the transport.
-TRANSPORT_NAMES = {"0": "zeromq", "zmq": "zeromq", "zeromq": "zeromq"}
+TRANSPORT_NAMES = {"0": "zeromq", "zmq": "zeromq", "zeromq": "zeromq", "tcp": "tcp"}
 #: Worker processes in a job: a server keeps a record of each for every partition.
 MOST_WORKERS = 65535
 
@@ -89,7 +89,7 @@ OPTIONS: tuple[Option, ...] = (
            "scheduler is reached.", _JOB),
     Option("interface", "DMLC_INTERFACE", str, "", "interface name", "Take the own address from this interface; DMLC_NODE_HOST wins.", _JOB),
     Option("transport", "DMLC_ENABLE_RDMA", choice(*TRANSPORT_NAMES), "0", " | ".join(TRANSPORT_NAMES),
-           "Transport between workers and servers: 0 and zmq are TCP through ZeroMQ.", _JOB),
+           "Transport between workers and servers: 0 and zmq are TCP through ZeroMQ, tcp is TCP through plain sockets.", _JOB),
     Option("partition_bytes", "BYTEPS_PARTITION_BYTES", integer(4096), 2 << 20, "a whole number of bytes, at least 4096",
            "Tensors are cut into partitions of at most this size (in whole pages), compressed ones of twice that. The same on all workers.", _TUNE),
     Option("key_hash_fn", "BYTEPS_KEY_HASH_FN", choice(*_HASHES), "balanced", " | ".join(_HASHES),

@@ -14,6 +14,7 @@ import pytest
 from bpsx.errors import TransportError
 from bpsx.transports import door
 from bpsx.transports.loopback import LoopbackEndpoint
+from bpsx.transports.tcp import TcpEndpoint
 from bpsx.transports.zeromq import ZeroMQEndpoint
 from conformance.dataplane import DataPlane
 
@@ -39,9 +40,23 @@ def zeromq_pair(host: str = "127.0.0.1", **more: object) -> tuple[object, object
     return worker, lane
 
 
+def tcp_endpoint(send_buffer: int | None = 0, **more: object) -> TcpEndpoint:
+    return TcpEndpoint(send_buffer=send_buffer, heartbeat_interval=5, heartbeat_timeout=30, **more)
+
+
+def tcp_pair(host: str = "127.0.0.1", **more: object) -> tuple[object, object]:
+    worker, lane = tcp_endpoint(**more), tcp_endpoint(**more)
+    lane.join(77, 0)
+    worker.join(77, 5)
+    worker.connect(0, lane.bind(host))
+    return worker, lane
+
+
 PAIRS: dict[str, Callable[[], tuple[object, object]]] = {
     "loopback": loopback_pair,
     "zeromq": zeromq_pair,
+    "tcp": tcp_pair,
+    "tcp-ipv6": lambda: tcp_pair("::1"),
     "zeromq-encrypted": lambda: zeromq_pair(secret=b"sixteen bytes, or more", encrypt=True),
     "zeromq-ipv6": lambda: zeromq_pair("::1"),
 }
@@ -52,6 +67,7 @@ def pair(request):
     """A worker's endpoint (peer 0: the lane) and a lane's (peer 5: the worker), joined, and their data planes."""
     worker, lane = PAIRS[request.param]()
     w, s = DataPlane(worker), DataPlane(lane)
+    w.other, s.other = s, w
     # A lane can answer a worker only once it has heard from it.
     assert w.send(0, b"hello") == 0
     assert s.receive() == (5, b"hello", None)

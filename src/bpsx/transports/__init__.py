@@ -11,6 +11,7 @@ from bpsx.transports.base import Endpoint
 #: name -> module and class; imported when first used, since a transport may need a library that is not there.
 _TABLE: dict[str, tuple[str, str]] = {
     "zeromq": ("bpsx.transports.zeromq", "ZeroMQEndpoint"),
+    "tcp": ("bpsx.transports.tcp", "TcpEndpoint"),
 }
 
 

@@ -1,7 +1,8 @@
 # The data plane of a transport, as C function pointers: what the worker's core and a server's lane call without the GIL.
 #
 # Thread rules: send, recv and wait are called by one thread at a time (the core's driver, a lane's thread); `release` and `wake`
-# may be called by any thread; a `done` callback may run on a thread of the transport and must not block.
+# may be called by any thread; a `done` callback may run on a thread of the transport and must not block. A transport without a thread of its
+# own goes on sending only while somebody is in send, recv or wait: whoever drives it comes back to them as long as anything is under way.
 from libc.stdint cimport uint32_t, uint64_t
 
 # (data, hint); the order of libzmq's free function, so that a transport over it needs no shim.

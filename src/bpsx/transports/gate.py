@@ -1,0 +1,167 @@
+"""Who may connect to a lane over plain sockets: a greeting that only who knows the job secret can compute, checked before the data plane sees the
+connection. What ``door.py`` is for ZeroMQ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+from bpsx import secret
+from bpsx.config import MOST_WORKERS
+from bpsx.transports.address import is_ipv6
+from bpsx.transports.door import EVERY_SECONDS, HANDSHAKE_MS, token
+
+log = logging.getLogger("bpsx.server")
+#: Magic and version, the worker's rank, its token.
+_GREETING = struct.Struct("<8sI64s")
+_MAGIC = b"bpsxtcp1"
+_BACKLOG = 4096
+#: Connections that may be about to greet; of more the oldest are closed.
+_MOST_WAITING = 4096
+#: Seconds for making a connection, and for the greeting.
+PATIENCE = HANDSHAKE_MS / 1000
+# As with ZeroMQ: on loopback what is in flight stays in the caches (docs/decisions/0003); on a link, what is queued delays what comes next (0016).
+LOOPBACK_SEND_BUFFER = 448 << 10
+NETWORK_SEND_BUFFER = 224 << 10
+
+
+def greeting(key: bytes, job: int, address: str, rank: int) -> bytes:
+    """What worker ``rank`` sends first to the lane at ``address``."""
+    return _GREETING.pack(_MAGIC, rank, token(key, job, address, rank))
+
+
+def prepare(made: socket.socket, interval: float, timeout: float) -> None:
+    """A connected socket, for the data plane. Silence of ``timeout`` seconds breaks it; ``interval``: how often it is probed, 0: never."""
+    made.setblocking(False)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if interval > 0:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(interval)))
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, round(interval)))
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, round(timeout / interval)))
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(timeout * 1000)))
+
+
+class _Newcomer:
+    """A connection that has not greeted yet."""
+
+    def __init__(self, made: socket.socket, who: str) -> None:
+        self.made, self.who, self.said = made, who, b""
+        self.until = time.monotonic() + PATIENCE
+
+
+class Gate:
+    """Listens for one lane. ``take`` gets the socket and rank of who has greeted well, on the gate's thread.
+
+    Data connections are made once and never again, so a greeting is good for one connection: who has overheard it comes too late.
+    """
+
+    def __init__(self, host: str, key: bytes, take: Callable[[socket.socket, int], None]) -> None:
+        self._key, self._take = key, take
+        bare = host.strip("[]")
+        self._listener = socket.create_server((bare, 0), family=socket.AF_INET6 if is_ipv6(bare) else socket.AF_INET, backlog=_BACKLOG)
+        self._listener.setblocking(False)
+        self.port = int(self._listener.getsockname()[1])
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._told, self._next = 0, 0.0
+        self._inside: set[int] = set()          # ranks
+        self._waiting: dict[int, _Newcomer] = {}        # by descriptor, the oldest first
+        self.refused = 0
+
+    def open(self, job: int, address: str) -> None:
+        """Begin to let workers in, on a thread of its own. It sleeps except when somebody connects."""
+        self._job, self._address = job, address
+        self._thread = threading.Thread(target=self._run, name="bpsx-gate", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as self._selector:
+            self._selector.register(self._wake, selectors.EVENT_READ)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            while not self._stopping:
+                first = next(iter(self._waiting.values()), None)
+                for key, _ in self._selector.select(None if first is None else max(0.0, first.until - time.monotonic())):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.fd in self._waiting:
+                        self._hear(self._waiting[key.fd])
+                now = time.monotonic()
+                for late in [n for n in self._waiting.values() if n.until <= now]:
+                    self._refuse(late)
+
+    def _accept(self) -> None:
+        try:
+            made, peer = self._listener.accept()
+        except OSError:         # it is gone again; or there are no descriptors left, and the next try comes soon enough
+            time.sleep(0.01)
+            return
+        made.setblocking(False)
+        if len(self._waiting) >= _MOST_WAITING:
+            self._refuse(next(iter(self._waiting.values())))
+        self._waiting[made.fileno()] = _Newcomer(made, str(peer[0]))
+        self._selector.register(made, selectors.EVENT_READ)
+
+    def _hear(self, newcomer: _Newcomer) -> None:
+        try:
+            said = newcomer.made.recv(_GREETING.size - len(newcomer.said))     # what follows is for the data plane
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        newcomer.said += said
+        if said and len(newcomer.said) < _GREETING.size and _MAGIC.startswith(newcomer.said[:len(_MAGIC)]):
+            return
+        rank = self._rank_of(newcomer.said)
+        if rank < 0:
+            self._refuse(newcomer)
+            return
+        self._inside.add(rank)
+        self._forget(newcomer)
+        self._take(newcomer.made, rank)
+
+    def _rank_of(self, said: bytes) -> int:
+        """-1: the greeting is not good."""
+        if len(said) != _GREETING.size:
+            return -1
+        magic, rank, shown = _GREETING.unpack(said)
+        good = magic == _MAGIC and rank < MOST_WORKERS and rank not in self._inside and secret.same(shown, token(self._key, self._job, self._address, rank))
+        return int(rank) if good else -1
+
+    def _forget(self, newcomer: _Newcomer) -> None:
+        self._selector.unregister(newcomer.made)
+        del self._waiting[newcomer.made.fileno()]
+
+    def _refuse(self, newcomer: _Newcomer) -> None:
+        self._forget(newcomer)
+        newcomer.made.close()
+        self.refused += 1
+        now = time.monotonic()
+        if now >= self._next:
+            more = self.refused - self._told - 1
+            self._next, self._told = now + EVERY_SECONDS, self.refused
+            log.warning("refused a connection from %s: it does not know the job secret, or comes twice%s", newcomer.who,
+                        f"; {more} more since the last such line" if more else "")
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        if self._stopping:
+            return
+        self._stopping = True
+        if self._thread is not None:
+            os.eventfd_write(self._wake, 1)
+            self._thread.join()
+        for newcomer in self._waiting.values():
+            with contextlib.suppress(OSError):
+                newcomer.made.close()
+        self._listener.close()
+        os.close(self._wake)

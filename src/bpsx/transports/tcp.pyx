@@ -1,0 +1,291 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+"""TCP through plain sockets: one epoll per endpoint, and no thread of its own for what is sent and received.
+
+Whoever drives the endpoint (the core's driver, a lane's thread) reads and writes the sockets itself, so a message passes from the caller's memory
+to the kernel and from the kernel into memory that the receiver keeps, without another thread on the way. What the kernel does not take at once
+is kept, by reference, and written when there is room.
+
+A connection begins with a greeting that ``gate.py`` checks. A message is 16 bytes (the head's size, whether there is a body, the body's size), head
+and body.
+"""
+import socket as sockets
+
+from cpython.pycapsule cimport PyCapsule_New
+from libc.stddef cimport size_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc
+from posix.unistd cimport close as close_descriptor
+
+from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, unlock
+from bpsx.transports.abi cimport Endpoint, Message, done_fn
+from bpsx.transports.connection cimport (
+    EFD_CLOEXEC, EFD_NONBLOCK, EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLLIN, EPOLLOUT, EVENTS, LOOK_EVERY, Connection, Outgoing, Prefix, State, epoll_create1,
+    epoll_event, epoll_set, epoll_wait, eventfd, iovec, let_go, lose, make_ready, next_ready, read, take_new, write,
+)
+from bpsx.transports.incoming cimport next_message
+from bpsx.transports.outgoing cimport flush, keep, put_rest, send_pieces, size_of, tell_when_writable
+
+from bpsx.errors import TransportError
+from bpsx.transports import gate
+from bpsx.transports.address import is_ipv6, is_loopback, join_host_port, resolve
+
+NO_ENCRYPTION = "BPSX_ENCRYPT=1: plain sockets (DMLC_ENABLE_RDMA=tcp) do not encrypt; ZeroMQ does: DMLC_ENABLE_RDMA=0"
+
+
+cdef int tcp_send(
+    void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
+    void *body, size_t body_size, done_fn body_done, void *body_hint,
+) noexcept nogil:
+    cdef State *s = <State *>self
+    cdef Connection *c
+    cdef Prefix prefix
+    cdef iovec pieces[3]
+    cdef ssize_t sent = -1
+    cdef Outgoing *o = NULL
+    take_new(s)
+    c = s.peers[peer] if peer < s.n_peers else NULL
+    prefix.head_size, prefix.has_body, prefix.body_size = <uint32_t>head_size, body != NULL, body_size if body != NULL else 0
+    if c != NULL and not c.dead:
+        sent = 0 if c.first != NULL else send_pieces(c, pieces, put_rest(pieces, &prefix, <char *>head, <char *>body, 0))
+    if sent >= 0 and <size_t>sent < size_of(&prefix):
+        o = keep(&prefix, head, head_done, head_hint, body, body_done, body_hint, sent)
+        if o != NULL:
+            if c.first == NULL:
+                c.first = o
+            else:
+                c.last.next = o
+            c.last = o
+            tell_when_writable(s, c, True)
+            return 0
+        sent = -1
+    if head_done != NULL:
+        head_done(head, head_hint)
+    if body_done != NULL:
+        body_done(body, body_hint)
+    if sent < 0 and c != NULL:
+        lose(s, c)
+    return 0 if sent >= 0 else -1
+
+
+cdef bint poll(State *s, int timeout_ms) noexcept nogil:
+    """See what can be read and written; whether there was anything."""
+    cdef epoll_event events[EVENTS]
+    cdef uint64_t drained = 0
+    cdef Connection *c
+    cdef int i, n
+    take_new(s)
+    s.since = 0
+    n = epoll_wait(s.epoll, events, EVENTS, timeout_ms)
+    for i in range(n):
+        c = <Connection *>events[i].data.ptr
+        if c == NULL:
+            read(s.wake_fd, &drained, sizeof(drained))
+            s.woken = True      # a wait that comes later ends at once
+            continue
+        if events[i].events & EPOLLOUT and not c.dead and flush(s, c) != 0:
+            lose(s, c)
+        if events[i].events & ~<uint32_t>EPOLLOUT:
+            c.drained = False
+            make_ready(s, c)
+    return n > 0
+
+
+cdef int tcp_receive(void *self, Message *m) noexcept nogil:
+    cdef State *s = <State *>self
+    cdef Connection *c
+    cdef int got
+    cdef bint looked = False
+    s.since += 1
+    if s.since >= LOOK_EVERY:
+        poll(s, 0)
+    while True:
+        c = next_ready(s)
+        if c == NULL:
+            if looked or not poll(s, 0):
+                return 0
+            looked = True
+            continue
+        if c.dead:
+            continue
+        got = next_message(s, c, m)
+        if got > 0:
+            make_ready(s, c)        # behind the others: there may be more
+            return 1
+        if got < 0:
+            lose(s, c)
+
+
+cdef void tcp_release(void *self, Message *m) noexcept nogil:
+    free(<void *>m.opaque[0])
+
+
+cdef void tcp_wait(void *self, int timeout_ms) noexcept nogil:
+    cdef State *s = <State *>self
+    poll(s, timeout_ms if s.ready_first == NULL and not s.woken else 0)
+    s.woken = False
+
+
+cdef void tcp_wake(void *self) noexcept nogil:
+    cdef uint64_t one = 1
+    write((<State *>self).wake_fd, &one, sizeof(one))
+
+
+cdef class TcpEndpoint:
+    """Connections over plain sockets. See :mod:`bpsx.transports.base` for the contract.
+
+    Not thread-safe, except :meth:`wake`, :meth:`lost`, and :meth:`close` after the thread that drives it has stopped. ``io_threads`` is ZeroMQ's.
+    """
+    cdef State state
+    cdef Endpoint table
+    cdef object gate
+    cdef bytes secret
+    cdef object send_buffer
+    cdef double interval, timeout
+    cdef int rank
+    cdef readonly str address
+    cdef bint closed
+
+    def __cinit__(self, *, object send_buffer, double heartbeat_interval, double heartbeat_timeout, bytes secret=b"", bint encrypt=False,
+                  int64_t most_bytes=-1, int io_threads=0):
+        self.state.epoll = self.state.wake_fd = self.state.lost_fd = -1
+        self.address, self.secret, self.send_buffer, self.rank = "", secret, send_buffer, -1
+        self.interval, self.timeout = heartbeat_interval, heartbeat_timeout
+        if encrypt:
+            raise TransportError(NO_ENCRYPTION)
+        if monitor_init(&self.state.monitor) != 0:
+            raise MemoryError("cannot create a mutex")
+        self.state.most_bytes = <uint64_t>most_bytes        # -1: any
+        self.state.epoll = epoll_create1(EPOLL_CLOEXEC)
+        self.state.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+        self.state.lost_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+        if min(self.state.epoll, self.state.wake_fd, self.state.lost_fd) < 0 or epoll_set(
+                self.state.epoll, EPOLL_CTL_ADD, self.state.wake_fd, EPOLLIN, NULL) != 0:
+            raise OSError("epoll, eventfd: cannot create a descriptor (too many open files?)")
+        self.table.self = &self.state
+        self.table.send, self.table.recv, self.table.release = tcp_send, tcp_receive, tcp_release
+        self.table.wait, self.table.wake = tcp_wait, tcp_wake
+
+    def bind(self, host: str) -> str:
+        """Listen on ``host`` at a port that the system chooses; returns and stores ``host:port``."""
+        try:
+            self.gate = gate.Gate(host, self.secret, self._take)
+        except OSError as e:
+            raise TransportError(f"cannot listen on {host}: {e}; name another address with DMLC_NODE_HOST") from e
+        self.address = join_host_port(host, self.gate.port)
+        self._open()
+        return self.address
+
+    def join(self, job: int, rank: int) -> None:
+        """The job's number, and the rank under which lanes shall know this endpoint; before :meth:`connect` and the first message. A lane lets
+        workers in from now on."""
+        self.job, self.rank, self.joined = job, rank, True
+        self._open()
+
+    cdef public object job
+    cdef bint joined
+
+    def _open(self):
+        if self.gate is not None and self.joined and self.address:
+            self.gate.open(self.job, self.address)
+
+    def connect(self, peer: int, address: str) -> None:
+        """Reach the lane at ``host:port`` as peer number ``peer`` from now on."""
+        host, _, port = address.rpartition(":")
+        try:
+            numeric = resolve(host, int(port))
+            made = sockets.socket(sockets.AF_INET6 if is_ipv6(numeric) else sockets.AF_INET, sockets.SOCK_STREAM)
+            try:
+                self._size_buffers(made, numeric)
+                made.settimeout(gate.PATIENCE)
+                made.connect((numeric, int(port)))
+                made.sendall(gate.greeting(self.secret, self.job, address, self.rank))
+            except OSError:
+                made.close()
+                raise
+        except OSError as e:
+            raise TransportError(f"cannot connect to {address}: {e}") from e
+        self._take(made, peer)
+
+    def _size_buffers(self, object made, str host):
+        size = self.send_buffer
+        if size is None:
+            size = gate.LOOPBACK_SEND_BUFFER if is_loopback(host) else gate.NETWORK_SEND_BUFFER
+        if size:
+            made.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF, size)
+
+    def _take(self, object made, uint32_t peer):
+        """Have the data plane use a connected socket. Any thread."""
+        cdef Connection *c = <Connection *>calloc(1, sizeof(Connection))
+        if c == NULL:
+            made.close()
+            raise MemoryError("no memory for a connection")
+        gate.prepare(made, self.interval, self.timeout)
+        if self.gate is not None:
+            self._size_buffers(made, made.getsockname()[0])
+        c.peer, c.fd = peer, made.detach()
+        lock(&self.state.monitor)
+        c.next, self.state.new = self.state.new, c
+        atomic_store(&self.state.n_new, 1)
+        unlock(&self.state.monitor)
+        tcp_wake(&self.state)
+
+    def watch(self) -> int:
+        """A descriptor that becomes readable when :meth:`lost` has news."""
+        return self.state.lost_fd
+
+    def lost(self) -> list:
+        """Peers whose connection has broken since the last call. Any thread."""
+        cdef uint64_t drained = 0
+        read(self.state.lost_fd, &drained, sizeof(drained))
+        lock(&self.state.monitor)
+        found = [self.state.lost[i] for i in range(self.state.n_lost)]
+        self.state.n_lost = 0
+        unlock(&self.state.monitor)
+        return found
+
+    @property
+    def wake_descriptor(self) -> int:
+        """What :meth:`wake` writes to."""
+        return self.state.wake_fd
+
+    @property
+    def refused(self) -> int:
+        """Connections turned away because they did not know the secret."""
+        return 0 if self.gate is None else self.gate.refused
+
+    @property
+    def malformed(self) -> int:
+        """Messages that made no sense; their connections were closed."""
+        return atomic_load(&self.state.malformed)
+
+    def abi(self):
+        """The data plane: a capsule with the C :c:struct:`Endpoint`, valid as long as this object."""
+        return PyCapsule_New(&self.table, b"bpsx.Endpoint", NULL)
+
+    def wake(self) -> None:
+        tcp_wake(&self.state)
+
+    def close(self) -> None:
+        """Drop what is unsent, run every outstanding done callback, free everything. Idempotent."""
+        cdef Connection *c
+        if self.closed:
+            return
+        self.closed = True
+        if self.gate is not None:
+            self.gate.close()
+        take_new(&self.state)
+        while self.state.all != NULL:
+            c, self.state.all = self.state.all, self.state.all.next
+            let_go(c)
+            free(c)
+        free(self.state.peers)
+        self.state.peers, self.state.n_peers = NULL, 0
+        self.state.ready_first = self.state.ready_last = NULL
+
+    def __dealloc__(self):
+        # A done callback that runs at the end may still wake us.
+        cdef int fd
+        for fd in (self.state.epoll, self.state.wake_fd, self.state.lost_fd):
+            if fd >= 0:
+                close_descriptor(fd)
+        free(self.state.lost)
