@@ -329,6 +329,8 @@ class Config:
             yield from self._server_faults()
         if self.role == "worker" and self.num_worker > 1:
             yield from self._missing("worker_id")
+        if self.encrypt and TRANSPORT_NAMES[self.transport] == "tcp":
+            yield "BPSX_ENCRYPT=1: plain sockets (DMLC_ENABLE_RDMA=tcp) do not encrypt; ZeroMQ does: DMLC_ENABLE_RDMA=0"
         if self.mixed_mode and self.key_hash_fn != "balanced":
             yield f"BYTEPS_KEY_HASH_FN={self.key_hash_fn}: with BYTEPS_ENABLE_MIXED_MODE=1 bytes decide; allowed is balanced"
         if self.role in ("worker", None):

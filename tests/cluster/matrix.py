@@ -190,6 +190,8 @@ class Matrix:
         else:
             victim.wait(DEADLINE)
         self.go(victim)
+        if self.stage == "connect":     # who is struck may have come as far as to let the others through: they shall ask for it again
+            self.go(victim)
         return victim
 
     def told(self, worker: Process) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bpsx.errors import TransportError
-from bpsx.transports import door
+from bpsx.transports import door, gate
 from bpsx.transports.loopback import LoopbackEndpoint
 from bpsx.transports.tcp import TcpEndpoint
 from bpsx.transports.zeromq import ZeroMQEndpoint
@@ -258,10 +260,95 @@ def test_a_stranger_is_not_heard(zeromq):
     context.destroy(0)
 
 
-def test_garbage_bytes_on_the_port_do_not_disturb(zeromq):
-    import socket
+@pytest.fixture
+def tcp():
+    made = []
 
-    lane, friend = zeromq(), zeromq()
+    def make(**more: object) -> TcpEndpoint:
+        made.append(tcp_endpoint(**more))
+        return made[-1]
+
+    yield make
+    for e in made:
+        e.close()
+
+
+def test_a_stranger_is_not_heard_on_plain_sockets(tcp):
+    """As above; who has a token and speaks nonsense loses his connection."""
+    lane, friend = tcp(most_bytes=1000), tcp()
+    lane.join(77, 0)
+    address = lane.bind("127.0.0.1")
+    s = DataPlane(lane)
+    for stranger, job in ((tcp(), 78), (tcp(secret=b"another secret of 16 bytes"), 77)):
+        stranger.join(job, 5)
+        stranger.connect(0, address)
+        DataPlane(stranger).send(0, b"not yours", bytes(100))
+    friend.join(77, 5)
+    friend.connect(0, address)
+    f = DataPlane(friend)
+    f.send(0, b"mine")
+    assert s.receive() == (5, b"mine", None)
+    again = tcp()
+    again.join(77, 5)
+    again.connect(0, address)
+    DataPlane(again).send(0, b"somebody has overheard a token")
+    while lane.refused < 3:
+        assert s.receive(0.1) is None
+    insiders = {3: b"\xff" * 64, 4: b"\x04\0\0\0\0\0\0\0\x09\0\0\0\0\0\0\0", 6: b"\0\0\0\0\x01\0\0\0\xe9\x03\0\0\0\0\0\0"}
+    host, port = address.split(":")
+    for rank, nonsense in insiders.items():     # a head of 4 GiB; a body that there is not; one larger than all may be
+        made = socket.create_connection((host, int(port)))
+        made.sendall(gate.greeting(b"", 77, address, rank) + nonsense)
+        while lane.malformed < sorted(insiders).index(rank) + 1:
+            assert s.receive(0.1) is None
+        made.settimeout(20)
+        with contextlib.suppress(ConnectionResetError):
+            assert made.recv(1) == b""
+        made.close()
+    assert sorted(lane.lost()) == sorted(insiders)
+    f.send(0, b"still here")
+    assert s.receive() == (5, b"still here", None)
+
+
+def test_messages_in_pieces_of_any_size(tcp):
+    """What comes is a stream: it may be cut anywhere."""
+    lane = tcp()
+    lane.join(77, 0)
+    address = lane.bind("127.0.0.1")
+    s = DataPlane(lane)
+    host, port = address.split(":")
+    bodies = [None, b"", b"x", bytes(range(256)) * 700]
+    stream = gate.greeting(b"", 77, address, 2)
+    for i, body in enumerate(bodies):
+        stream += struct.pack("<IIQ", 10 + i, body is not None, len(body or b"")) + b"h" * (10 + i) + (body or b"")
+    with socket.create_connection((host, int(port))) as made:
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        at, got = 0, []
+        for size in itertools.cycle((1, 2, 15, 16, 17, 70_000, 3)):
+            made.sendall(stream[at:at + size])
+            at += size
+            while (found := s.receive(0.002)) is not None:
+                got.append(found)
+            if at >= len(stream):
+                break
+        while len(got) < len(bodies):
+            got.append(s.receive())
+    assert got == [(2, b"h" * (10 + i), body) for i, body in enumerate(bodies)]
+
+
+def test_a_lane_that_is_not_there_is_lost(tcp):
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    worker = tcp()
+    worker.join(77, 5)
+    worker.connect(3, f"127.0.0.1:{port}")
+    assert worker.lost() == [3] and DataPlane(worker).send(3, b"h", b"body", 1) == -1
+
+
+@pytest.mark.parametrize("transport", ["zeromq", "tcp"])
+def test_garbage_bytes_on_the_port_do_not_disturb(transport, request):
+    make = request.getfixturevalue(transport)
+    lane, friend = make(), make()
     lane.join(77, 0)
     address = lane.bind("127.0.0.1")
     host, port = address.split(":")
@@ -275,11 +362,13 @@ def test_garbage_bytes_on_the_port_do_not_disturb(zeromq):
     assert s.receive() == (1, b"mine", None)
 
 
-def test_a_broken_connection_is_noticed_and_named(zeromq):
+@pytest.mark.parametrize("transport", ["zeromq", "tcp"])
+def test_a_broken_connection_is_noticed_and_named(transport, request):
     import select
 
-    worker = zeromq()
-    lanes = [zeromq_endpoint() for _ in range(3)]
+    make = request.getfixturevalue(transport)
+    worker = make()
+    lanes = [make() for _ in range(3)]
     worker.join(77, 5)
     fd = worker.watch()
     w = DataPlane(worker)
@@ -292,6 +381,7 @@ def test_a_broken_connection_is_noticed_and_named(zeromq):
     lanes[1].close()
     lost: list[int] = []
     while not lost:
+        w.receive(0.1)          # where there is no thread for it, who drives finds out
         assert select.select([fd], [], [], 20)[0]
         lost = worker.lost()
     assert lost == [1]

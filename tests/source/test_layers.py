@@ -27,6 +27,7 @@ ALLOWED = {
     ("bpsx.host", "bpsx.transports.address"),           # which address is ours: functions on addresses only
     ("bpsx.transports.zeromq", "bpsx.core.sync"),       # atomics and clock: no state of the core
     ("bpsx.transports.loopback", "bpsx.core.sync"),
+    ("bpsx.transports.tcp", "bpsx.core.sync"), ("bpsx.transports.connection", "bpsx.core.sync"), ("bpsx.transports.incoming", "bpsx.core.sync"),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from models import BERT_LARGE, GPT2, MODELS, RESNET50, VGG16
+from networks import BERT_LARGE, GPT2, MODELS, RESNET50, VGG16
 
 from bpsx.cards import Machine, level, load, shares_by_host
 from bpsx.placement import Placement

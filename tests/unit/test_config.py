@@ -95,6 +95,8 @@ def test_rank_and_size():
     ({"DMLC_ROLE": None}, "DMLC_ROLE"), ({"DMLC_PS_ROOT_URI": None}, "DMLC_PS_ROOT_URI"), ({"DMLC_PS_ROOT_PORT": None}, "DMLC_PS_ROOT_PORT"),
     ({"DMLC_NUM_SERVER": None}, "DMLC_NUM_SERVER"), ({"DMLC_NUM_SERVER": "0"}, "DMLC_NUM_SERVER=0"), ({"DMLC_WORKER_ID": None}, "DMLC_WORKER_ID"),
     ({"DMLC_WORKER_ID": "2"}, "0..1"), ({"BYTEPS_LOCAL_RANK": "1"}, "0..0"), ({"DMLC_ROLE": "server", "DMLC_PS_ROOT_URI": None}, "DMLC_PS_ROOT_URI"),
+    ({"BPSX_ENCRYPT": "1", "DMLC_ENABLE_RDMA": "tcp"}, "BPSX_ENCRYPT=1"),
+    ({"DMLC_ROLE": "server", "BPSX_ENCRYPT": "1", "DMLC_ENABLE_RDMA": "tcp"}, "BPSX_ENCRYPT=1"),
     ({"BYTEPS_ENABLE_MIXED_MODE": "1", "BYTEPS_KEY_HASH_FN": "djb2"}, "BYTEPS_KEY_HASH_FN=djb2"),
 ])
 def test_what_is_missing_or_does_not_fit_is_named(change, text):

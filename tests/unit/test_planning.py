@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from models import RESNET50
+from networks import RESNET50
 
 from bpsx.partitioner import PAGE_BYTES, most_bytes, partition
 from bpsx.pipeline import Stage, stages_for

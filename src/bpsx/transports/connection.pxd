@@ -174,24 +174,28 @@ cdef inline void take_new(State *s) noexcept nogil:
         c = following
 
 
-cdef inline void lose(State *s, Connection *c) noexcept nogil:
-    """It is broken: say so, and give back what it had."""
+cdef inline void add_lost(State *s, uint32_t peer) noexcept nogil:
+    """For whoever watches. Any thread."""
     cdef uint64_t one = 1
     cdef uint32_t *grown
-    if c.dead:
-        return
-    c.dead = True
-    let_go(c)
     lock(&s.monitor)
     if s.n_lost == s.lost_room:
         grown = <uint32_t *>realloc(s.lost, max(16, 2 * s.lost_room) * sizeof(uint32_t))
         if grown != NULL:
             s.lost, s.lost_room = grown, max(16, 2 * s.lost_room)
     if s.n_lost < s.lost_room:
-        s.lost[s.n_lost] = c.peer
+        s.lost[s.n_lost] = peer
         s.n_lost += 1
     unlock(&s.monitor)
     write(s.lost_fd, &one, sizeof(one))
+
+
+cdef inline void lose(State *s, Connection *c) noexcept nogil:
+    """It is broken: say so, and give back what it had."""
+    if not c.dead:
+        c.dead = True
+        let_go(c)
+        add_lost(s, c.peer)
 
 
 cdef inline void make_ready(State *s, Connection *c) noexcept nogil:

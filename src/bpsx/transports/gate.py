@@ -26,6 +26,8 @@ _MAGIC = b"bpsxtcp1"
 _BACKLOG = 4096
 #: Connections that may be about to greet; of more the oldest are closed.
 _MOST_WAITING = 4096
+# Linux' bounds for probes of a silent connection.
+_MOST_SECONDS, _MOST_PROBES = 32767, 127
 #: Seconds for making a connection, and for the greeting.
 PATIENCE = HANDSHAKE_MS / 1000
 # As with ZeroMQ: on loopback what is in flight stays in the caches (docs/decisions/0003); on a link, what is queued delays what comes next (0016).
@@ -43,11 +45,12 @@ def prepare(made: socket.socket, interval: float, timeout: float) -> None:
     made.setblocking(False)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if interval > 0:
+        probe = min(max(1, round(interval)), _MOST_SECONDS)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(interval)))
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, round(interval)))
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, round(timeout / interval)))
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(timeout * 1000)))
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, min(max(1, round(timeout / probe)), _MOST_PROBES))
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(max(1, round(timeout * 1000)), 2**31 - 1))
 
 
 class _Newcomer:
@@ -134,8 +137,8 @@ class Gate:
         if len(said) != _GREETING.size:
             return -1
         magic, rank, shown = _GREETING.unpack(said)
-        good = magic == _MAGIC and rank < MOST_WORKERS and rank not in self._inside and secret.same(shown, token(self._key, self._job, self._address, rank))
-        return int(rank) if good else -1
+        new = magic == _MAGIC and rank < MOST_WORKERS and rank not in self._inside
+        return int(rank) if new and secret.same(shown, token(self._key, self._job, self._address, rank)) else -1
 
     def _forget(self, newcomer: _Newcomer) -> None:
         self._selector.unregister(newcomer.made)

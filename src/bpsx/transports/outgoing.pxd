@@ -6,8 +6,8 @@ from libc.string cimport memcpy, memset
 
 from bpsx.transports.abi cimport done_fn
 from bpsx.transports.connection cimport (
-    EPOLL_CTL_MOD, EPOLLIN, EPOLLOUT, GATHERED, MSG_DONTWAIT, MSG_NOSIGNAL, Connection, Outgoing, Prefix, State, end_outgoing, epoll_set, iovec, msghdr,
-    sendmsg,
+    EPOLL_CTL_MOD, EPOLLIN, EPOLLOUT, GATHERED, MSG_DONTWAIT, MSG_NOSIGNAL, Connection, Outgoing, Prefix, State, end_outgoing,
+    epoll_set, iovec, msghdr, sendmsg,
 )
 
 

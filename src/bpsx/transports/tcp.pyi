@@ -10,8 +10,8 @@ class TcpEndpoint:
         encrypt: bool = False, most_bytes: int = -1, io_threads: int = 0,
     ) -> None:
         """``send_buffer``: bytes of each connection, 0 for the system's own tuning, None for what suits loopback or a network, by its address; the
-        heartbeat's times are in seconds, interval 0 for none; ``most_bytes`` that a frame may have which arrives, -1 for no bound; ``secret`` alike on both
-        ends; ``encrypt`` is refused; ``io_threads`` is ZeroMQ's. Raises :class:`~bpsx.errors.TransportError`."""
+        heartbeat's times are in seconds, interval 0 for none; ``most_bytes`` that a body may have which arrives, -1 for no bound; ``secret`` alike
+        on both ends; ``encrypt`` is refused; ``io_threads`` is ZeroMQ's. Raises :class:`~bpsx.errors.TransportError`."""
     @property
     def address(self) -> str:
         """``host:port`` after :meth:`bind`, else empty."""

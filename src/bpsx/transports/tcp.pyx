@@ -8,6 +8,7 @@ is kept, by reference, and written when there is room.
 A connection begins with a greeting that ``gate.py`` checks. A message is 16 bytes (the head's size, whether there is a body, the body's size), head
 and body.
 """
+import logging
 import socket as sockets
 
 from cpython.pycapsule cimport PyCapsule_New
@@ -19,8 +20,8 @@ from posix.unistd cimport close as close_descriptor
 from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, unlock
 from bpsx.transports.abi cimport Endpoint, Message, done_fn
 from bpsx.transports.connection cimport (
-    EFD_CLOEXEC, EFD_NONBLOCK, EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLLIN, EPOLLOUT, EVENTS, LOOK_EVERY, Connection, Outgoing, Prefix, State, epoll_create1,
-    epoll_event, epoll_set, epoll_wait, eventfd, iovec, let_go, lose, make_ready, next_ready, read, take_new, write,
+    EFD_CLOEXEC, EFD_NONBLOCK, EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLLIN, EPOLLOUT, EVENTS, LOOK_EVERY, Connection, Outgoing, Prefix, State, add_lost,
+    epoll_create1, epoll_event, epoll_set, epoll_wait, eventfd, iovec, let_go, lose, make_ready, next_ready, read, take_new, write,
 )
 from bpsx.transports.incoming cimport next_message
 from bpsx.transports.outgoing cimport flush, keep, put_rest, send_pieces, size_of, tell_when_writable
@@ -29,6 +30,7 @@ from bpsx.errors import TransportError
 from bpsx.transports import gate
 from bpsx.transports.address import is_ipv6, is_loopback, join_host_port, resolve
 
+log = logging.getLogger("bpsx.connections")
 NO_ENCRYPTION = "BPSX_ENCRYPT=1: plain sockets (DMLC_ENABLE_RDMA=tcp) do not encrypt; ZeroMQ does: DMLC_ENABLE_RDMA=0"
 
 
@@ -141,7 +143,9 @@ cdef class TcpEndpoint:
     cdef bytes secret
     cdef object send_buffer
     cdef double interval, timeout
+    cdef object job
     cdef int rank
+    cdef bint joined
     cdef readonly str address
     cdef bint closed
 
@@ -181,9 +185,6 @@ cdef class TcpEndpoint:
         self.job, self.rank, self.joined = job, rank, True
         self._open()
 
-    cdef public object job
-    cdef bint joined
-
     def _open(self):
         if self.gate is not None and self.joined and self.address:
             self.gate.open(self.job, self.address)
@@ -194,16 +195,18 @@ cdef class TcpEndpoint:
         try:
             numeric = resolve(host, int(port))
             made = sockets.socket(sockets.AF_INET6 if is_ipv6(numeric) else sockets.AF_INET, sockets.SOCK_STREAM)
-            try:
-                self._size_buffers(made, numeric)
-                made.settimeout(gate.PATIENCE)
-                made.connect((numeric, int(port)))
-                made.sendall(gate.greeting(self.secret, self.job, address, self.rank))
-            except OSError:
-                made.close()
-                raise
         except OSError as e:
             raise TransportError(f"cannot connect to {address}: {e}") from e
+        try:
+            self._size_buffers(made, numeric)
+            made.settimeout(gate.PATIENCE)
+            made.connect((numeric, int(port)))
+            made.sendall(gate.greeting(self.secret, self.job, address, self.rank))
+        except OSError as e:        # it has been there: whoever watches knows who it was, and that it is gone
+            log.warning("cannot connect to %s: %s", address, e)
+            made.close()
+            add_lost(&self.state, peer)
+            return
         self._take(made, peer)
 
     def _size_buffers(self, object made, str host):
