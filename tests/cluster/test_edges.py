@@ -266,7 +266,7 @@ def _hello(port: int, **changes: object) -> None:
     s.connect(f"tcp://127.0.0.1:{port}")
     config = {"DMLC_NUM_WORKER": 2, "DMLC_NUM_SERVER": 1, "BYTEPS_LOCAL_SIZE": 1, "BYTEPS_PARTITION_BYTES": 4096000,
               "BYTEPS_KEY_HASH_FN": "balanced", "BYTEPS_BUILT_IN_HASH_COEF": 1, "BYTEPS_ENABLE_MIXED_MODE": 0, "BPSX_SERVER_WEIGHT": 1,
-              "BPSX_ENCRYPT": 0, **changes.pop("config", {})}
+              "BPSX_ENCRYPT": 0, "DMLC_ENABLE_RDMA": "zeromq", **changes.pop("config", {})}
     s.send_json({"type": "HELLO", "protocol": PROTOCOL, "role": "worker", "rank": 0, "host": "127.0.0.1", "pid": 1, "lanes": [], "config": config,
                  **changes})
     s.close(2000)

@@ -136,7 +136,8 @@ def test_given_values_win_and_must_exist():
 def test_the_fingerprint_holds_what_workers_must_share():
     assert fingerprint(Config(WORKER)).keys() == {"DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "BYTEPS_LOCAL_SIZE", "BYTEPS_PARTITION_BYTES",
                                                   "BYTEPS_KEY_HASH_FN", "BYTEPS_BUILT_IN_HASH_COEF", "BPSX_LOCAL_REDUCE",
-                                                  "BYTEPS_ENABLE_ASYNC", "BPSX_ENCRYPT", "BYTEPS_ENABLE_MIXED_MODE", "BPSX_SERVER_WEIGHT"}
+                                                  "BYTEPS_ENABLE_ASYNC", "BPSX_ENCRYPT", "BYTEPS_ENABLE_MIXED_MODE", "BPSX_SERVER_WEIGHT",
+                                                  "DMLC_ENABLE_RDMA"}
 
 
 def test_a_machine_whose_processes_sum_among_themselves_needs_no_server():

@@ -72,6 +72,13 @@ def test_a_worker_whose_messages_a_server_would_not_take_is_refused(size, allowe
         "set BYTEPS_PARTITION_BYTES on the servers, too"), answers
 
 
+def test_workers_and_servers_of_different_transports_are_told():
+    m = members(1, 1)
+    m.hello(b"s0", hello("server", -1, 1, 1, config=config(1, 1, DMLC_ENABLE_RDMA="tcp")))
+    answers = dict(m.hello(b"w0", hello("worker", 0, 1, 1)))
+    assert answers[b"w0"]["reason"] == ("DMLC_ENABLE_RDMA=zeromq on this worker, tcp on a server: must be the same on all workers and servers")
+
+
 VALUES = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5) | st.just([]) | st.just({})
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from bpsx.config import frame_bound
 
-_ASYNC = "BYTEPS_ENABLE_ASYNC"
+_SAME = ("BYTEPS_ENABLE_ASYNC", "DMLC_ENABLE_RDMA")
 
 
 def disagreement(role: str, config: Mapping[str, Any], others: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
@@ -15,8 +15,9 @@ def disagreement(role: str, config: Mapping[str, Any], others: Iterable[tuple[st
     for other, theirs in others:
         if config["BPSX_ENCRYPT"] != theirs["BPSX_ENCRYPT"]:
             return f"BPSX_ENCRYPT={config['BPSX_ENCRYPT']} there, {theirs['BPSX_ENCRYPT']} at a {other}: the same is needed on all processes"
-        if config.get(_ASYNC) != theirs.get(_ASYNC):
-            return f"{_ASYNC}={config.get(_ASYNC)} on this {role}, {theirs.get(_ASYNC)} on a {other}: must be the same on all workers and servers"
+        for name in _SAME:
+            if config.get(name) != theirs.get(name):
+                return f"{name}={config.get(name)} on this {role}, {theirs.get(name)} on a {other}: must be the same on all workers and servers"
         if role == other:
             continue
         worker, server = (config, theirs) if role == "worker" else (theirs, config)

@@ -29,6 +29,24 @@ def token(key: bytes, job: int, address: str, rank: int) -> bytes:
     return secret.derive(key, "data connection: worker's token", job, address, rank).hex().encode()
 
 
+class Refusals:
+    """Connections that were turned away: counted, and told of now and then."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._told, self._next = 0, 0.0
+
+    def add(self, who: str) -> None:
+        """One more, from the address ``who``."""
+        self.count += 1
+        now = time.monotonic()
+        if now >= self._next:
+            more = self.count - self._told - 1
+            self._next, self._told = now + EVERY_SECONDS, self.count
+            log.warning("refused a connection from %s: it does not know the job secret, or comes twice%s", who,
+                        f"; {more} more since the last such line" if more else "")
+
+
 class Door:
     """Answers for the sockets of one ZeroMQ context. Made before they listen; :meth:`open` once the job's number is known.
 
@@ -44,9 +62,8 @@ class Door:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._told, self._next = 0, 0.0
         self._inside: set[int] = set()          # ranks
-        self.refused = 0
+        self._refusals = Refusals()
 
     def open(self, job: int, address: str) -> None:
         """Begin to answer, on a thread of its own. It sleeps except when somebody connects."""
@@ -66,7 +83,7 @@ class Door:
     def _answer(self, frames: list[bytes]) -> None:
         good = len(frames) >= _FRAMES and self._knows(frames[5], frames[_FRAMES:])
         if not good:
-            self._refuse(frames[3].decode("utf-8", "replace") if len(frames) > 3 else "an unknown address")
+            self._refusals.add(frames[3].decode("utf-8", "replace") if len(frames) > 3 else "an unknown address")
         self._socket.send_multipart([b"1.0", frames[1] if len(frames) > 1 else b"", b"200" if good else b"400", b"", b"", b""])
 
     def _knows(self, mechanism: bytes, shown: list[bytes]) -> bool:
@@ -80,14 +97,10 @@ class Door:
         self._inside.add(rank)
         return True
 
-    def _refuse(self, who: str) -> None:
-        self.refused += 1
-        now = time.monotonic()
-        if now >= self._next:
-            more = self.refused - self._told - 1
-            self._next, self._told = now + EVERY_SECONDS, self.refused
-            log.warning("refused a connection from %s: it does not know the job secret, or comes twice%s", who,
-                        f"; {more} more since the last such line" if more else "")
+    @property
+    def refused(self) -> int:
+        """How many connections were turned away."""
+        return self._refusals.count
 
     def close(self) -> None:
         """Stop answering. Idempotent; before the context ends."""

@@ -5,7 +5,6 @@ connection. What ``door.py`` is for ZeroMQ.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import selectors
 import socket
@@ -17,9 +16,8 @@ from collections.abc import Callable
 from bpsx import secret
 from bpsx.config import MOST_WORKERS
 from bpsx.transports.address import is_ipv6
-from bpsx.transports.door import EVERY_SECONDS, HANDSHAKE_MS, token
+from bpsx.transports.door import HANDSHAKE_MS, Refusals, token
 
-log = logging.getLogger("bpsx.server")
 #: Magic and version, the worker's rank, its token.
 _GREETING = struct.Struct("<8sI64s")
 _MAGIC = b"bpsxtcp1"
@@ -76,10 +74,9 @@ class Gate:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._told, self._next = 0, 0.0
+        self._refusals = Refusals()
         self._inside: set[int] = set()          # ranks
         self._waiting: dict[int, _Newcomer] = {}        # by descriptor, the oldest first
-        self.refused = 0
 
     def open(self, job: int, address: str) -> None:
         """Begin to let workers in, on a thread of its own. It sleeps except when somebody connects."""
@@ -147,13 +144,12 @@ class Gate:
     def _refuse(self, newcomer: _Newcomer) -> None:
         self._forget(newcomer)
         newcomer.made.close()
-        self.refused += 1
-        now = time.monotonic()
-        if now >= self._next:
-            more = self.refused - self._told - 1
-            self._next, self._told = now + EVERY_SECONDS, self.refused
-            log.warning("refused a connection from %s: it does not know the job secret, or comes twice%s", newcomer.who,
-                        f"; {more} more since the last such line" if more else "")
+        self._refusals.add(newcomer.who)
+
+    @property
+    def refused(self) -> int:
+        """How many connections were turned away."""
+        return self._refusals.count
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
