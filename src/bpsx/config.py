@@ -44,6 +44,7 @@ _HASHES = ("balanced", "naive", "built_in", "djb2", "sdbm")
 _LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 #: Values of DMLC_ENABLE_RDMA -> name of the transport.
 TRANSPORT_NAMES = {"0": "zeromq", "zmq": "zeromq", "zeromq": "zeromq", "tcp": "tcp"}
+NO_ENCRYPTION = "BPSX_ENCRYPT=1: plain sockets (DMLC_ENABLE_RDMA=tcp) do not encrypt; ZeroMQ does: DMLC_ENABLE_RDMA=0"
 #: Worker processes in a job: a server keeps a record of each for every partition.
 MOST_WORKERS = 65535
 
@@ -330,7 +331,7 @@ class Config:
         if self.role == "worker" and self.num_worker > 1:
             yield from self._missing("worker_id")
         if self.encrypt and TRANSPORT_NAMES[self.transport] == "tcp":
-            yield "BPSX_ENCRYPT=1: plain sockets (DMLC_ENABLE_RDMA=tcp) do not encrypt; ZeroMQ does: DMLC_ENABLE_RDMA=0"
+            yield NO_ENCRYPTION
         if self.mixed_mode and self.key_hash_fn != "balanced":
             yield f"BYTEPS_KEY_HASH_FN={self.key_hash_fn}: with BYTEPS_ENABLE_MIXED_MODE=1 bytes decide; allowed is balanced"
         if self.role in ("worker", None):

@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,20 +34,12 @@ def zeromq_endpoint(send_buffer: int | None = 0, **more: object) -> ZeroMQEndpoi
     return ZeroMQEndpoint(io_threads=1, send_buffer=send_buffer, heartbeat_interval=5, heartbeat_timeout=30, **more)
 
 
-def zeromq_pair(host: str = "127.0.0.1", **more: object) -> tuple[object, object]:
-    worker, lane = zeromq_endpoint(**more), zeromq_endpoint(**more)
-    lane.join(77, 0)
-    worker.join(77, 5)
-    worker.connect(0, lane.bind(host))
-    return worker, lane
-
-
 def tcp_endpoint(send_buffer: int | None = 0, **more: object) -> TcpEndpoint:
     return TcpEndpoint(send_buffer=send_buffer, heartbeat_interval=5, heartbeat_timeout=30, **more)
 
 
-def tcp_pair(host: str = "127.0.0.1", **more: object) -> tuple[object, object]:
-    worker, lane = tcp_endpoint(**more), tcp_endpoint(**more)
+def network_pair(make: Callable[..., object], host: str = "127.0.0.1", **more: object) -> tuple[object, object]:
+    worker, lane = make(**more), make(**more)
     lane.join(77, 0)
     worker.join(77, 5)
     worker.connect(0, lane.bind(host))
@@ -56,11 +48,11 @@ def tcp_pair(host: str = "127.0.0.1", **more: object) -> tuple[object, object]:
 
 PAIRS: dict[str, Callable[[], tuple[object, object]]] = {
     "loopback": loopback_pair,
-    "zeromq": zeromq_pair,
-    "tcp": tcp_pair,
-    "tcp-ipv6": lambda: tcp_pair("::1"),
-    "zeromq-encrypted": lambda: zeromq_pair(secret=b"sixteen bytes, or more", encrypt=True),
-    "zeromq-ipv6": lambda: zeromq_pair("::1"),
+    "zeromq": lambda: network_pair(zeromq_endpoint),
+    "tcp": lambda: network_pair(tcp_endpoint),
+    "tcp-ipv6": lambda: network_pair(tcp_endpoint, "::1"),
+    "zeromq-encrypted": lambda: network_pair(zeromq_endpoint, secret=b"sixteen bytes, or more", encrypt=True),
+    "zeromq-ipv6": lambda: network_pair(zeromq_endpoint, "::1"),
 }
 
 
@@ -207,17 +199,27 @@ def test_close_twice(pair):
 # ---- what only a network transport has
 
 
-@pytest.fixture
-def zeromq():
+def made_by(make: Callable[..., object]) -> Iterator[Callable[..., object]]:
+    """For fixtures: makes endpoints, which are closed at the end."""
     made = []
 
-    def make(**more: object) -> ZeroMQEndpoint:
-        made.append(zeromq_endpoint(**more))
+    def one(**more: object) -> object:
+        made.append(make(**more))
         return made[-1]
 
-    yield make
+    yield one
     for e in made:
         e.close()
+
+
+@pytest.fixture
+def zeromq():
+    yield from made_by(zeromq_endpoint)
+
+
+@pytest.fixture
+def tcp():
+    yield from made_by(tcp_endpoint)
 
 
 def test_a_stranger_is_not_heard(zeromq):
@@ -258,19 +260,6 @@ def test_a_stranger_is_not_heard(zeromq):
         assert s.receive(0.1) is None
     assert lane.malformed == 3
     context.destroy(0)
-
-
-@pytest.fixture
-def tcp():
-    made = []
-
-    def make(**more: object) -> TcpEndpoint:
-        made.append(tcp_endpoint(**more))
-        return made[-1]
-
-    yield make
-    for e in made:
-        e.close()
 
 
 def test_a_stranger_is_not_heard_on_plain_sockets(tcp):
@@ -409,9 +398,9 @@ def _sockets() -> dict[str, int]:
 @pytest.mark.parametrize(("given", "loopback", "wanted"), [(None, True, 448 << 10), (None, False, 224 << 10), (96 << 10, False, 96 << 10)])
 def test_send_buffers_are_chosen_by_address_unless_given(monkeypatch, given, loopback, wanted):
     """At both ends. Whether an address is loopback's is imitated."""
-    monkeypatch.setattr("bpsx.transports.zeromq.is_loopback", lambda host: loopback)
+    monkeypatch.setattr("bpsx.transports.address.is_loopback", lambda host: loopback)
     before = _sockets()
-    worker, lane = zeromq_pair(send_buffer=given)
+    worker, lane = network_pair(zeromq_endpoint, send_buffer=given)
     w, s = DataPlane(worker), DataPlane(lane)
     assert w.send(0, b"hello") == 0 and s.receive() == (5, b"hello", None)
     buffers = [size for fd, size in _sockets().items() if fd not in before]

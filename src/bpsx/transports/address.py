@@ -9,6 +9,9 @@ import struct
 from pathlib import Path
 
 _SIOCGIFADDR = 0x8915
+# On loopback what is in flight stays in the caches (docs/decisions/0003); on a link, what is queued in it delays what comes next (0016).
+_LOOPBACK_SEND_BUFFER = 448 << 10
+_NETWORK_SEND_BUFFER = 224 << 10
 
 
 def is_ipv6(host: str) -> bool:
@@ -38,6 +41,13 @@ def is_loopback(host: str) -> bool:
     except OSError:
         return False
     return all(ipaddress.ip_address(str(info[4][0]).split("%")[0]).is_loopback for info in infos)
+
+
+def send_buffer(host: str, given: int | None) -> int:
+    """Bytes of the send buffer of a connection one end of which is ``host``: those ``given``, else what suits the address. 0: the system decides."""
+    if given is not None:
+        return given
+    return _LOOPBACK_SEND_BUFFER if is_loopback(host) else _NETWORK_SEND_BUFFER
 
 
 def resolve(host: str, port: int) -> str:

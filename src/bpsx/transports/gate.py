@@ -28,9 +28,6 @@ _MOST_WAITING = 4096
 _MOST_SECONDS, _MOST_PROBES = 32767, 127
 #: Seconds for making a connection, and for the greeting.
 PATIENCE = HANDSHAKE_MS / 1000
-# As with ZeroMQ: on loopback what is in flight stays in the caches (docs/decisions/0003); on a link, what is queued delays what comes next (0016).
-LOOPBACK_SEND_BUFFER = 448 << 10
-NETWORK_SEND_BUFFER = 224 << 10
 
 
 def greeting(key: bytes, job: int, address: str, rank: int) -> bytes:

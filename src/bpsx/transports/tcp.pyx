@@ -14,10 +14,10 @@ import socket as sockets
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport calloc, free
 from posix.unistd cimport close as close_descriptor
 
-from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, unlock
+from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_init, unlock
 from bpsx.transports.abi cimport Endpoint, Message, done_fn
 from bpsx.transports.connection cimport (
     EFD_CLOEXEC, EFD_NONBLOCK, EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLLIN, EPOLLOUT, EVENTS, LOOK_EVERY, Connection, Outgoing, Prefix, State, add_lost,
@@ -26,12 +26,12 @@ from bpsx.transports.connection cimport (
 from bpsx.transports.incoming cimport next_message
 from bpsx.transports.outgoing cimport flush, keep, put_rest, send_pieces, size_of, tell_when_writable
 
+from bpsx.config import NO_ENCRYPTION
 from bpsx.errors import TransportError
 from bpsx.transports import gate
-from bpsx.transports.address import is_ipv6, is_loopback, join_host_port, resolve
+from bpsx.transports.address import is_ipv6, join_host_port, resolve, send_buffer
 
 log = logging.getLogger("bpsx.connections")
-NO_ENCRYPTION = "BPSX_ENCRYPT=1: plain sockets (DMLC_ENABLE_RDMA=tcp) do not encrypt; ZeroMQ does: DMLC_ENABLE_RDMA=0"
 
 
 cdef int tcp_send(
@@ -210,9 +210,7 @@ cdef class TcpEndpoint:
         self._take(made, peer)
 
     def _size_buffers(self, object made, str host):
-        size = self.send_buffer
-        if size is None:
-            size = gate.LOOPBACK_SEND_BUFFER if is_loopback(host) else gate.NETWORK_SEND_BUFFER
+        size = send_buffer(host, self.send_buffer)
         if size:
             made.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF, size)
 

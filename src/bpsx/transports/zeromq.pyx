@@ -26,7 +26,7 @@ from bpsx.transports.abi cimport Endpoint, Message, done_fn
 from bpsx import secret as secrets
 from bpsx.errors import TransportError
 from bpsx.transports import door
-from bpsx.transports.address import is_ipv6, is_loopback, join_host_port, resolve, tcp_url
+from bpsx.transports.address import is_ipv6, join_host_port, resolve, send_buffer, tcp_url
 
 cdef extern from "errno.h" nogil:
     enum:
@@ -74,9 +74,6 @@ cdef enum:
 
 NEVER_MS = 10**9
 BACKLOG = 4096
-# On loopback what is in flight stays in the caches (docs/decisions/0003); on a link, what is queued in it delays what comes next (0016).
-LOOPBACK_SEND_BUFFER = 448 << 10
-NETWORK_SEND_BUFFER = 224 << 10
 KEY_PURPOSE = "data connection: lanes' key"
 
 cdef LibZmq lib
@@ -309,10 +306,7 @@ cdef class ZeroMQEndpoint:
 
     def _size_buffers(self, str host):
         """Of the connections that are made next, which ``host`` is one end of."""
-        size = self.send_buffer
-        if size is None:
-            size = LOOPBACK_SEND_BUFFER if is_loopback(host) else NETWORK_SEND_BUFFER
-        self.socket.setsockopt(zmq.SNDBUF, size or -1)
+        self.socket.setsockopt(zmq.SNDBUF, send_buffer(host, self.send_buffer) or -1)
 
     def _guard(self):
         """Let in only who knows the secret; before :meth:`bind` makes the listener, which takes the options as they are then."""
