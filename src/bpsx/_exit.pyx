@@ -15,11 +15,13 @@ cdef void end_with_status() noexcept nogil:
         _exit(exit_status)
 
 
-def set_exit_status(int status) -> None:
-    """Let the interpreter, once it has finalised, end with ``status`` instead of its own. What was said first counts."""
+def set_exit_status(int status) -> bool:
+    """Let the interpreter, once it has finalised, end with ``status`` instead of its own. What was said first counts. Returns whether
+    that is what counts."""
     global exit_status
     if exit_status:
-        return
+        return exit_status == status
     if Py_AtExit(end_with_status) != 0:
         raise RuntimeError("the interpreter takes no more exit functions")
     exit_status = status
+    return True

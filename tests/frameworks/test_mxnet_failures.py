@@ -1,4 +1,4 @@
-"""bpsx.mxnet when something dies, ends, or has to wait."""
+"""bpsx.mxnet when something dies, fails, or comes later."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from frameworks.running import launch
+from frameworks.mxnet_scripts import HEAD, run
 from jobs import Job
 
 pytestmark = pytest.mark.timeout(180)
-HEAD = "import os, sys\nimport bpsx, bpsx.mxnet as bps, mxnet as mx, numpy as np\nfrom mxnet import autograd, gluon\n"
 TRAINS = HEAD + """
 bps.init()
 mx.random.seed(0)
@@ -40,14 +39,6 @@ except Exception as e:
 """
 
 
-def lines_of(output: str) -> dict[int, list[str]]:
-    """What each worker has printed."""
-    found: dict[int, list[str]] = {}
-    for rank, line in re.findall(r"^\[worker (\d+)\] (.*)$", output, re.MULTILINE):
-        found.setdefault(int(rank), []).append(line)
-    return found
-
-
 @pytest.mark.parametrize("who", ["server", "worker"])
 def test_a_death_is_raised_in_the_training_loop(who: str) -> None:
     with Job(TRAINS, workers=2, servers=1) as job:
@@ -58,63 +49,6 @@ def test_a_death_is_raised_in_the_training_loop(who: str) -> None:
         assert survivor.wait() == 3
         told = survivor.reports()[-1]
         assert re.search(r"(MXNetError|PeerLostError): .*" + ("server 0" if who == "server" else "worker 1") + ".* is gone", told, re.DOTALL), told
-
-
-def run(script: str, workers: int = 2, **environment: str) -> tuple[int, dict[int, list[str]], str]:
-    status, output = launch([sys.executable, "-c", HEAD + script], workers, 1, **environment)
-    return status, lines_of(output), output
-
-
-LATE = """
-bps.init()
-x = mx.nd.ones((1500, 1500))
-if bps.rank() == 1:
-    for _ in range(4):
-        x = mx.nd.dot(x, x) / 1500
-"""
-
-
-@pytest.mark.parametrize("end", ["bps.shutdown()", "bps.suspend()", ""], ids=["shutdown", "suspend", "the script's end"])
-def test_what_the_engine_has_not_begun_is_finished_first(end: str) -> None:
-    """By one worker, whose script has no more to do; the other one waits for it."""
-    status, told, output = run(LATE + """
-bps.byteps_push_pull(x, name="late", is_average=False)
-if bps.rank() == 0:
-    print(x.asnumpy().mean())
-""" + end)
-    assert status == 0 and "Error" not in output and told[0] == ["2.0"], output[-2000:]
-
-
-def test_join_finishes_what_the_engine_has_not_begun() -> None:
-    status, told, output = run(LATE + """
-y = mx.nd.ones((1,))
-for _ in range(3 - bps.rank()):
-    bps.byteps_push_pull(x, name="late")
-    bps.byteps_push_pull(y, name="early", is_average=False)
-last = bps.join()
-print(x[0, 0].asscalar(), y.asscalar(), last)
-bps.broadcast_parameters({"y": y}, root_rank=last)
-print(y.asscalar())
-""")
-    # With both 1, 2, 4; then worker 0 goes on alone: half of the average, and its own sum.
-    assert status == 0 and told == {0: ["0.5 4.0 0", "4.0"], 1: ["1.0 4.0 0", "4.0"]}, output[-2000:]
-
-
-def test_an_operation_whose_peer_does_not_come_does_not_hold_up_the_end() -> None:
-    _, _, output = run("""
-bps.init()
-x = mx.nd.ones((3,))
-rank = bps.rank()
-if rank == 0:
-    bps.byteps_push_pull(x, name="alone")
-bps.shutdown()
-if rank == 0:
-    try:
-        x.asnumpy()
-    except mx.MXNetError as e:
-        print("told:", str(e).splitlines()[0])
-""", BPSX_SHUTDOWN_TIMEOUT="5")
-    assert "told: " in output and "PeerLeftError" in output, output[-2000:]
 
 
 RESUMES = HEAD + """
@@ -213,51 +147,76 @@ if bps.rank() == 0:
     assert status == 3 and first == second and "Check failed" in first and "CustomOpForward" in first, output[-2000:]
 
 
-def test_an_error_that_nobody_has_waited_for_is_not_status_0() -> None:
-    status, _, output = run("""
-bps.init()
-bps.byteps_push_pull(mx.nd.ones((3 + bps.rank(),)), name="x")
-bps.barrier()
-""")
-    assert status == 1 and re.search(r"exit status 1, because an exchange has failed, .*: MismatchError: .*'x'", output), output[-2000:]
+@pytest.mark.parametrize("why", ["left out", "refused"])
+def test_what_comes_after_an_exchange_that_did_not_begin_is_not_added_to_other_steps(why: str) -> None:
+    """Where the script has given later ones to the engine before it hears: each step has an array of its own, under one name."""
+    _, told, output = run(BREAKS + """
+from bpsx.mxnet import ops
+refused = os.environ["WHY"] == "refused"
+bps.byteps_declare_tensor("m", compressor="topk", k=1, ef="corrected")
+late = mx.nd.ones((1500, 1500))
+for _ in range(4):
+    late = mx.nd.dot(late, late) / 1500
+got = []
+for number in range(6):
+    x, rate = mx.nd.ones((1,)) * number, 0.1
+    if bps.rank() == 0 and number == 2:
+        if refused:
+            rate = -1.0
+        else:
+            x = mx.nd.Custom(x + 0 * late[0, 0], op_type="bpsx_breaks")     # when all others have been given
+    try:
+        ops.submit(x, "m", average=True, rate=rate)
+    except bpsx.BpsxError as e:     # the refusal of one may be known before the next is given
+        if not refused:
+            raise
+        break
+    got.append(x)
+bps.shutdown()
+for number, x in enumerate(got):
+    try:
+        print(number, x.asscalar())
+    except mx.MXNetError as e:
+        print(number, type(e).__name__, str(e).splitlines()[0])
+""", WHY=why, BYTEPS_MIN_COMPRESS_BYTES="0")
+    for rank in (0, 1):
+        lines = [line for line in told[rank] if re.match(r"[0-5] ", line)]
+        assert lines[:2] == ["0 0.0", "1 1.0"] and len(lines) > (2, 5)[rank], output[-2000:]
+        assert all("Error" in line for line in lines[2:]), output[-2000:]
+        if rank == 0:
+            assert all("an earlier exchange under this name did not begin" in line for line in lines[3:]), output[-2000:]
 
 
-def test_ctrl_c_while_the_end_waits_for_the_engine() -> None:
-    """The others hear of it, and nobody ends as if all were well."""
+def test_weights_are_themselves_after_a_failure_of_asynchronous_training() -> None:
+    """Not what was on its way to the servers, their change."""
     with Job(HEAD + """
-import threading
-from bpsx import api
 bps.init()
-bps.barrier()
-if bps.rank() == 1:
-    hear()
-else:
-    bps.byteps_push_pull(mx.nd.ones((3,)), name="alone")
-    wait = api._engines[0]
-    def waits(seconds):
-        report("waits")
-        return wait(seconds)
-    api._engines[0] = waits
-""", workers=2, servers=1) as job:
-        ends, other = job.workers
-        ends.wait_for_line("waits")
-        ends.signal(signal.SIGINT)
-        assert ends.wait() == 130
-        other.say("go")
-        assert other.wait() == 1 and "KeyboardInterrupt" in other.text()
-
-
-def test_an_error_that_has_been_caught_is_over() -> None:
-    status, told, output = run("""
-bps.init()
-x = mx.nd.ones((3 + bps.rank(),))
-bps.byteps_push_pull(x, name="x")
+net = gluon.nn.Dense(2, in_units=2, use_bias=False)
+net.initialize(mx.init.Constant(100.0))
+trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 1e-4})
+failed = 0
+while failed < 2:
+    try:
+        with autograd.record():
+            loss = net(mx.nd.ones((1, 2))).sum()
+        loss.backward()
+        trainer.step(1)
+        loss.asnumpy()
+        report("going")
+    except (bpsx.BpsxError, mx.MXNetError):
+        failed += 1
 try:
-    x.asnumpy()
+    net.weight.data().asnumpy()     # what the engine may still have to say
 except mx.MXNetError:
-    print("caught")
-""")
-    assert status == 0 and told == {0: ["caught"], 1: ["caught"]}, output[-2000:]
+    pass
+report(net.weight.data().asnumpy().tolist())
+os._exit(0)
+""", workers=1, servers=1, env={"BYTEPS_ENABLE_ASYNC": "1", "BYTEPS_FORCE_DISTRIBUTED": "1"}) as job:
+        job.workers[0].wait_for_line("going")
+        job.servers[0].signal(signal.SIGKILL)
+        assert job.workers[0].wait() == 0
+        found = job.workers[0].reports()[-1]
+        assert all(50 < value <= 100 for row in found for value in row), found
 
 
 GROWS = HEAD + """

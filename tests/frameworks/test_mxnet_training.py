@@ -15,6 +15,7 @@ from oracle import Sums
 pytestmark = pytest.mark.timeout(300)
 WORK = str(Path(__file__).with_name("mxnet_training_work.py"))
 STATES = str(Path(__file__).with_name("mxnet_states_work.py"))
+NUMPY = str(Path(__file__).with_name("mxnet_numpy_work.py"))
 PARTITION = 8192            # of what is compressed: twice the others'
 JOBS = ["job_equality", "job_deferred", "job_parts", "job_thawed", "job_uneven_batches",
         "job_stale", "job_overflow", "job_as_scripts_do", "job_files_of_the_root", "job_another_optimizer", "job_schedules",
@@ -130,6 +131,15 @@ def test_momentum_and_weight_decay_are_handed_over(job: Finished) -> None:
     for found in each(job, "job_decay"):
         for case, (ours, wanted) in found.items():
             assert close(ours, wanted) if case != "half precision" else np.allclose(ours, wanted, rtol=5e-4), case
+
+
+def test_arrays_of_mxnet_numpy(tmp_path: Path) -> None:
+    """Momentum and weight decay of theirs, too."""
+    finished = run_job(NUMPY, ["job_numpy_arrays"], tmp_path)
+    assert finished.status == 0, finished.output[-3000:]
+    for found in each(finished, "job_numpy_arrays"):
+        for dtype, (ours, wanted) in found.items():
+            assert np.allclose(ours, wanted, rtol=5e-3 if dtype == "float16" else 1e-5), (dtype, ours, wanted)
 
 
 def test_states_are_saved_with_what_compression_keeps(tmp_path: Path) -> None:

@@ -13,8 +13,14 @@ def wait(seconds: float) -> int:
 def new_turn() -> int:
     """For a name. It is never freed."""
 
+#: What is said of those that come after one that did not begin.
+BEHIND: str
+
 def begin_job() -> None:
     """Forget what has failed, or has been left out, before. Thread-safe, as all below."""
+
+def is_behind(turn: int) -> bool:
+    """Whether one of that name did not begin: what begins after it, through the engine, fails with :data:`BEHIND`."""
 
 def left_out() -> bool:
     """Whether the engine has not executed an operation, because what makes its array has failed."""
@@ -24,6 +30,9 @@ def why() -> str:
 
 def unheard() -> str:
     """MXNet's text of the first error of an operation, if nobody has been told of any; empty otherwise. From then on somebody has."""
+
+def raise_after_fork(kind: type[BaseException]) -> None:
+    """For what is called before a fork, whose exceptions Python would print and forget: raise it in the calling thread when that has forked."""
 
 def push(array: int, turn: int, plan: Plan, rate: float, priority: int) -> None:
     """Have the engine do what ``plan`` asks for to the NDArray whose handle is ``array``, when what writes to it before has been done.

@@ -9,9 +9,14 @@ from bpsx._calls cimport Plan, end_call, keep, python_ends, submit
 from bpsx.calls cimport ABORTED, INTERNAL, RESOURCE_EXHAUSTED, Call, Caller, Part, drop_dims, free_call, new_call, room_for_dims
 from bpsx.core.sync cimport Monitor, lock, monitor_init, notify_all, now_ns, unlock, wait_until
 
+import _thread
+import os
+
+from bpsx import _adapter
 from bpsx.errors import BpsxError
 
-import os
+BEHIND = ("an earlier exchange under this name did not begin on this worker, as its own error says: from then on this worker's arrays would be added to "
+          "those of other steps of the others. End this worker, or have all leave the job and join another one")
 
 cdef enum:
     CPU = 1                     # of Context.kind
@@ -37,6 +42,8 @@ cdef struct Turn:
     int64_t due                 # so many the core has got
     Push *early                 # those whose arrays are there, and others' before are not
     bint taken                  # somebody gives them to the core
+    int64_t gap_job             # in that job one did not begin: all after it would be added to other steps' of the others
+    int64_t gap                 # ... the first one's number
 
 cdef struct Push:
     Call call                   # first
@@ -70,11 +77,16 @@ cdef struct Api:
 cdef struct Pushed:             # operations that the engine has been given
     Monitor monitor
     int64_t pending             # those that are not over
+    int64_t job                 # counts them, from 1
     # Arrays of operations that have failed in this job, the first ones, and of the first that it has not executed: the engine knows whether anybody
     # has been told.
     void *failed[KEPT]
     int n_failed
     void *left_out
+
+cdef extern from "Python.h":
+    int PyThreadState_SetAsyncExc(unsigned long thread, object kind) except -1
+
 
 cdef Api api
 cdef Pushed pushed
@@ -82,6 +94,10 @@ cdef Caller of_engine
 if monitor_init(&pushed.monitor) != 0:
     raise MemoryError("cannot create a mutex")
 of_engine.plan, of_engine.fail, of_engine.settle, of_engine.keep, of_engine.leave = plan_of, fail, settle, keep_array, leave_array
+
+
+# By thread: what a handler of signals has raised while a fork waited.
+cdef dict interrupted = {}
 
 
 def load(found) -> None:
@@ -151,6 +167,7 @@ def begin_job() -> None:
     cdef int i
     with nogil:
         lock(&pushed.monitor)
+        pushed.job += 1
         for i in range(pushed.n_failed):
             api.free(pushed.failed[i])
         pushed.n_failed = 0
@@ -177,6 +194,16 @@ def unheard() -> str:
     texts = [untold(pushed.failed[i]) for i in range(pushed.n_failed)]
     texts = texts or [why()]        # what is left out after a failure has the same error
     return texts[0] if all(texts) else ""
+
+
+def is_behind(uintptr_t turn) -> bool:
+    cdef Turn *of_name = <Turn *>turn
+    cdef bint found
+    with nogil:
+        lock(&pushed.monitor)
+        found = of_name.gap_job == pushed.job
+        unlock(&pushed.monitor)
+    return found
 
 
 cdef str untold(void *array):
@@ -212,11 +239,36 @@ def _forked() -> None:
     monitor_init(&pushed.monitor)
 
 
-os.register_at_fork(after_in_child=_forked)
+def raise_after_fork(kind) -> None:
+    interrupted[_thread.get_ident()] = kind
+
+
+def _raise_interrupted() -> None:
+    """Nothing of Python's runs in here, where the exception would come at once, and be printed and forgotten."""
+    kind = interrupted.pop(_thread.get_ident(), None)
+    if kind is not None:
+        PyThreadState_SetAsyncExc(_thread.get_ident(), kind)
+
+
+os.register_at_fork(after_in_child=_forked, after_in_parent=_raise_interrupted)
 
 
 cdef object plan_of(Call *call):
+    cdef Push *made = <Push *>call
+    cdef bint behind
+    with nogil:
+        lock(&pushed.monitor)
+        behind = made.turn.gap_job == pushed.job and made.number > made.turn.gap
+        unlock(&pushed.monitor)
+    if behind and not _adapter.session().failure:       # which says more
+        raise BpsxError(BEHIND)
     return <object>call.held
+
+
+cdef void leave_gap(Push *made) noexcept nogil:
+    """It does not begin, and its name is behind the others' from now on. Under the lock."""
+    if made.turn.gap_job != pushed.job or made.number < made.turn.gap:
+        made.turn.gap_job, made.turn.gap = pushed.job, made.number
 
 
 # ---- in the engine
@@ -247,16 +299,20 @@ cdef void come(Push *made) noexcept nogil:
     """Its array is there, or will never be. Give it to the core, and those of its name that have waited for it; or have it wait. One thread at a time
     does so for a name, without the lock: whoever comes meanwhile leaves it to that one."""
     cdef Turn *turn = made.turn
+    cdef bint ends
     lock(&pushed.monitor)
     made.next_early, turn.early = turn.early, made
     if not turn.taken:
         turn.taken = True
         made = next_due(turn)
         while made != NULL:
+            ends = made.failed or made.skipped
+            if ends:
+                leave_gap(made)
             if made.skipped and pushed.left_out == NULL:
                 pushed.left_out, made.array = made.array, NULL
             unlock(&pushed.monitor)
-            if made.failed or made.skipped:
+            if ends:
                 settle(&made.call)
             else:
                 submit(&made.call)
@@ -319,6 +375,8 @@ cdef void fail(Call *call, int code, const char *text) noexcept nogil:
     api.make_error(&made.error, text)
     made.failed = True
     lock(&pushed.monitor)
+    if call.failed == 0:
+        leave_gap(made)
     if made.array != NULL and pushed.n_failed < KEPT and api.copy(made.array, &pushed.failed[pushed.n_failed]) == 0:
         pushed.n_failed += 1
     unlock(&pushed.monitor)

@@ -34,8 +34,9 @@ class Weights:
             if name not in seeded:
                 overwrite(copies, PREFIX + name, root=0)
                 seeded.add(name)
-        before = {name: copies[0].copy() for name, copies in weights.items()}
+        changes = {name: copies[0].copy() for name, copies in weights.items()}
         update()
         for i, (name, copies) in enumerate(weights.items()):
-            copies[0][:] -= before[name]
-            overwrite(copies, PREFIX + name, priority=-i)
+            change = changes[name]      # of its own, so that the worker's own weights stay where an exchange fails
+            change[:] = copies[0] - change
+            overwrite([change, *copies], PREFIX + name, priority=-i)

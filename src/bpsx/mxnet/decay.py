@@ -22,12 +22,12 @@ class DecayMomentum:
         ``updaters``: the optimizer's, for each device."""
         new = {}
         for i, mu in mus.items():
-            weights, wd = parameters[i].list_data(), optimizer._get_wd(i)
+            weights, wd = _dense(parameters[i]), optimizer._get_wd(i)
             if wd and all(w._fresh_grad for w in weights):      # others are left alone
                 new[i] = self._grown(i, weights, mu, wd)
         yield
         for i, momenta in new.items():
-            weights = parameters[i].list_data()
+            weights = _dense(parameters[i])
             if any(w._fresh_grad for w in weights):
                 continue            # an overflow: nothing was done
             self._kept[i] = momenta
@@ -47,11 +47,17 @@ class DecayMomentum:
         self._kept = {int(i): [mx.nd.array(m, ctx=ctx) for ctx in contexts] for i, m in saved.items()}
 
 
+def _dense(parameter: Any) -> list[Any]:
+    """The copies on each device; of the one kind also where npx.set_np() makes arrays of the other."""
+    return [w.as_nd_ndarray() for w in parameter.list_data()]
+
+
 def _subtract(weight: Any, change: Any, state: Any) -> None:
     """From a weight; of one in half precision that the optimizer has in float32, too (multi_precision), from that."""
     whole = state[-1] if isinstance(state, (list, tuple)) and state and weight.dtype == np.float16 else None
     if whole is None:
         weight -= change.astype(weight.dtype)
     else:
+        whole = whole.as_nd_ndarray()
         whole -= change
         weight[:] = whole.astype(weight.dtype)

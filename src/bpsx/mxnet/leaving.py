@@ -1,4 +1,4 @@
-"""The end of a job and of a process: what MXNet's engine has been given is finished first, and what went wrong in it does not end with status 0."""
+"""The end of a job and of a process, and forks: what MXNet's engine has been given is finished first."""
 
 from __future__ import annotations
 
@@ -8,22 +8,27 @@ import sys
 
 from bpsx import _adapter
 from bpsx.mxnet import _pushes
-from bpsx.mxnet.errors import in_short
-from bpsx.mxnet.ops import told
+from bpsx.mxnet.ops import end_job
 
 
 def prepare() -> None:
     """Once."""
+    atexit.register(_at_exit)       # first: what is registered last is done first
     _adapter.add_engine(_pushes.wait)
-    # MXNet's own handler of forks waits for its engine with the GIL, which what has not begun yet needs.
-    os.register_at_fork(before=_adapter.finish)
-    atexit.register(_tell_unheard)
+    os.register_at_fork(before=_before_fork)
 
 
-def _tell_unheard() -> None:
+def _at_exit() -> None:
     """The session is closed already, so all exchanges have ended."""
-    if told.is_set() or getattr(sys, "last_value", None) is not None:
-        return
-    if text := _pushes.unheard():
-        print(f"bpsx: exit status 1, because an exchange has failed, and nobody had waited for its array: {in_short(text)}", file=sys.stderr)
-        _adapter.set_exit_status(1)
+    if getattr(sys, "last_value", None) is None:
+        end_job()
+
+
+def _before_fork() -> None:
+    """MXNet's own handler of forks waits for its engine with the GIL, which what has not begun yet needs: so Ctrl-C waits, too."""
+    while True:
+        try:
+            _adapter.finish()
+            return
+        except BaseException as e:
+            _pushes.raise_after_fork(type(e))

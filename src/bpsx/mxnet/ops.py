@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ _turns: dict[str, tuple[int, threading.Lock]] = {}
 #: By session: what has made the engine leave out an exchange.
 _causes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
-#: Whether an exception of ours has said that exchanges fail.
+#: Whether an exception of ours has said that exchanges of this job fail.
 told = threading.Event()
 
 
@@ -78,6 +79,7 @@ def _check_job() -> None:
     session = _adapter.session()
     with _lock:
         if session not in _causes:
+            end_job()
             _pushes.begin_job()
             _causes[session] = ""
     if session.failure:
@@ -86,6 +88,14 @@ def _check_job() -> None:
     if _pushes.left_out():
         told.set()
         raise BpsxError(_left_out(session))
+
+
+def end_job() -> None:
+    """What has failed in it, and nobody has been told of, is a line on standard error and exit status 1: unless another one stands already."""
+    if told.is_set():
+        told.clear()
+    elif (text := _pushes.unheard()) and _adapter.set_exit_status(1):
+        print(f"bpsx: exit status 1, because an exchange has failed, and nobody had waited for its array: {in_short(text)}", file=sys.stderr)
 
 
 def _left_out(session: Any) -> str:
@@ -101,12 +111,15 @@ def submit(array: Any, name: str, *, average: bool = False, root: int = -1, prio
     """Have the engine overwrite ``array``, when it is complete, with the sum or average of all workers', or with worker ``root``'s. Returns at once.
 
     Raises :class:`~bpsx.errors.NotInitializedError`; :class:`~bpsx.errors.PeerLostError` where the job is known to have failed; and
-    :class:`~bpsx.errors.BpsxError` where the engine has left an exchange out.
+    :class:`~bpsx.errors.BpsxError` where the engine has left an exchange out, or one of that name did not begin.
     """
     _check_job()
     # Elsewhere it is copied here and back, both by the engine.
     here = array if array.context.device_type in HOST else array.as_in_context(mx.cpu())
     turn, adding = _turn(name)
+    if _pushes.is_behind(turn):
+        told.set()
+        raise BpsxError(f"{name!r}: {_pushes.BEHIND}")
     with mx.autograd.pause():
         with adding:        # the engine gets operations in the order of their turns: those on one array would wait for each other otherwise
             _pushes.push(here.handle.value, turn, _plan(name, priority, average, root), rate, priority)
