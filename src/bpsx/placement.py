@@ -93,8 +93,10 @@ class Placement:
     def place(self, tensor: int, nbytes: int, compressed: bool = False) -> list[Place]:
         """Places for tensor number ``tensor`` of so many bytes, in the order of its partitions, which begin at whole pages."""
         self._bytes += max(nbytes, PAGE_BYTES)
-        finer = self._hash is None and not compressed and len(self._lanes) > 1
-        if not finer:       # what compression keeps of a partition is to be found again by a job with other servers
+        # What compression keeps of a partition is to be found again by a job with other servers; and cut finer, a tensor of 32 GiB could have more
+        # partitions than there are keys.
+        finer = self._hash is None and not compressed and len(self._lanes) > 1 and nbytes < PARTS_PER_TENSOR * _LEAST
+        if not finer:
             return [self._place_one(key_of(tensor, i), span.length) for i, span in enumerate(partition(nbytes, self._partition_bytes, compressed))]
         places: list[Place] = []
         left = nbytes

@@ -82,3 +82,11 @@ def test_no_server_has_more_than_1_03_of_its_share(model, order, weights):
         for number, nbytes in enumerate(MODELS[model][::order]):
             placed.place(number, nbytes)
         assert all(got <= 1.03 * share * sum(MODELS[model]) for got, share in zip(placed.server_bytes, shares, strict=True)), servers
+
+
+@pytest.mark.parametrize("nbytes", [1024 * 65536, 1024 * 32768, 1024 * 32768 - 1])
+def test_a_tensor_that_is_cut_finer_has_no_more_partitions_than_keys(monkeypatch, nbytes):
+    monkeypatch.setattr("bpsx.placement.PARTS_PER_TENSOR", 1024)
+    placement = Placement([1] * 31, shares=[i / 496 for i in range(1, 32)], partition_bytes=65536)
+    places = placement.place(3, nbytes)
+    assert sum(place.length for place in places) == nbytes and places[-1].key < 4 * 1024
