@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 
 from bench import machine
@@ -20,15 +21,19 @@ BENCHES = {
     "torch": "step time of an MLP and a small GPT; against DistributedDataParallel with gloo; what hides behind backward; CrossBarrier",
     "tensorflow": "100 gradients against the NumPy API; a training step against MultiWorkerMirroredStrategy",
     "gpu": "tensors on GPUs against PyTorch's NCCL: rates, latency, steps of large networks, on slow links too; against CPU tensors",
+    "shaped": "100 MB between 4 machines and 0 to 4 spare ones on slow links; against gloo's ring and against the optimum",
     "demo": "step time of examples/pytorch/digits.py; against DistributedDataParallel with gloo",
 }
+
+
+_MODULES = {"shaped": "scaling"}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks of bpsx against peers in the same run.")
     names = parser.add_subparsers(dest="bench", metavar="NAME")
     for name, about in BENCHES.items():
-        module = importlib.import_module(f"bench.{name}")
+        module = importlib.import_module(f"bench.{_MODULES.get(name, name)}")
         one = names.add_parser(name, help=about, description=about)
         one.add_argument("--json", action="store_true", help="one JSON object on standard output; the table goes to standard error")
         one.add_argument("--quick", action="store_true", help="fewer repetitions: to see that it runs, not to quote")
@@ -43,12 +48,16 @@ def main(arguments: list[str] | None = None) -> int:
     if options.bench is None:
         print("\n".join(f"{name:<10} {about}" for name, about in BENCHES.items()))
         return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)       # namespaces and processes are cleaned up then, too
     about = machine.describe()
     try:
         cases = options.run(options)
     except BenchError as error:
         print(f"bench {options.bench}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"bench {options.bench}: interrupted", file=sys.stderr)
+        return 130
     print(as_table(options.bench, about, cases), file=sys.stderr if options.json else sys.stdout)
     if options.json:
         print(as_json(options.bench, about, cases))

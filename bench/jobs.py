@@ -70,8 +70,10 @@ class Child:
         """The answer to the oldest unanswered command. Raises :class:`BenchError` after ``timeout`` seconds, on an error, on death."""
         assert self.process.stdout is not None
         deadline = time.monotonic() + timeout
+        waiting = select.poll()         # who asks may have more files open than select() knows
+        waiting.register(self.process.stdout, select.POLLIN)
         while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            ready = waiting.poll(1000 * max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise BenchError(f"{self.name} has not answered for {timeout:.0f} s")
             data = os.read(self.process.stdout.fileno(), 1 << 16)
@@ -116,6 +118,10 @@ def closing_all(children: Iterable[Child]) -> Iterator[list[Child]]:
         for child in children:
             group.append(child)
         yield group
+    except KeyboardInterrupt:
+        for child in group:
+            child.process.kill()        # what they are at may take minutes
+        raise
     finally:
         for child in group:
             with contextlib.suppress(BenchError, ValueError):
@@ -126,23 +132,28 @@ def closing_all(children: Iterable[Child]) -> Iterator[list[Child]]:
                 progress(f"{child.name} ended with status {status}")
 
 
+#: The variables by which a job's messages travel so.
+TRANSPORTS = {"zmq": {"DMLC_ENABLE_RDMA": "zmq", "BYTEPS_ENABLE_IPC": "0"}, "tcp": {"DMLC_ENABLE_RDMA": "tcp", "BYTEPS_ENABLE_IPC": "0"},
+              "shm": {"DMLC_ENABLE_RDMA": "zmq", "BYTEPS_ENABLE_IPC": "1"}}
+
+
 class Job:
     """A bpsx job on this machine: a scheduler, servers, and workers that run :mod:`bench.worker`. A context manager.
 
     Without servers the workers are the processes of one machine, which sum among themselves.
     """
 
-    def __init__(self, workers: int = 2, servers: int = 1, transport: str | None = None, environment: Mapping[str, str] | None = None,
+    def __init__(self, workers: int = 2, servers: int = 1, transport: str = "zmq", environment: Mapping[str, str] | None = None,
                  modules: Mapping[int, str] | None = None, links: Links | None = None, own: Mapping[int, Mapping[str, str]] | None = None) -> None:
-        """``modules``: what other workers than the usual ones run, by index; ``links``: the network that the processes run in, which has a
-        place for "scheduler", "server 0" and so on; ``own``: variables of single workers, by index."""
+        """``transport``: of :data:`TRANSPORTS`; all of the job is on one machine, and speaks as between machines but with "shm". ``modules``:
+        what other workers than the usual ones run, by index; ``links``: the network that the processes run in, which has a place for
+        "scheduler", "server 0" and so on; ``own``: variables of single workers, by index."""
         self._folder = tempfile.TemporaryDirectory(prefix="bpsx-bench-")
         self._stack = contextlib.ExitStack()
         self._common = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NODE_HOST": "127.0.0.1",
                         "DMLC_NUM_WORKER": str(workers if servers else 1), "BYTEPS_LOCAL_SIZE": str(1 if servers else workers),
-                        "DMLC_NUM_SERVER": str(servers), "BYTEPS_FORCE_DISTRIBUTED": str(int(servers > 0)), **(environment or {})}
-        if transport is not None:
-            self._common["DMLC_ENABLE_RDMA"] = transport
+                        "DMLC_NUM_SERVER": str(servers), "BYTEPS_FORCE_DISTRIBUTED": str(int(servers > 0)),
+                        **TRANSPORTS[transport], **(environment or {})}
         self._links = links
         if links is not None:   # beyond loopback a job needs a secret
             self._common |= {"DMLC_PS_ROOT_URI": links.address["scheduler"], "BPSX_SECRET": os.urandom(16).hex()}

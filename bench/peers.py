@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from bench.jobs import Child, ask_all, closing_all
+from bench.network import Links
 
 
 @contextlib.contextmanager
-def gloo(size: int = 2, module: str = "bench.gloo_peer") -> Iterator[list[Child]]:
-    """The gloo job. Between commands its processes block in a read, so that it may stay up while bpsx is measured."""
-    quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    made = (Child(module, f"gloo {i}", **quiet) for i in range(size))
+def gloo(size: int = 2, module: str = "bench.gloo_peer", links: Links | None = None) -> Iterator[list[Child]]:
+    """The gloo job. Between commands its processes block in a read, so that it may stay up while bpsx is measured. ``links``: the network in which
+    they are where the workers are."""
+    quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if links is None else "net0"}
+    made = (Child(module, f"gloo {i}", prefix=() if links is None else links.prefix(f"worker {i}"), **quiet) for i in range(size))
     with tempfile.TemporaryDirectory(prefix="bpsx-bench-") as folder, closing_all(made) as group:
         store = str(Path(folder) / "store")
         for rank, child in enumerate(group):
@@ -52,6 +54,12 @@ def tcp_rate(server: Child, client: Child, seconds: float) -> float:
 def memcpy_rate(client: Child, size: int, count: int) -> float:
     """Bytes per second of copying ``size`` bytes, one core, between buffers that no cache holds."""
     return float(client.ask("memcpy", size=size, count=count))
+
+
+def memcpy_together(processes: int, size: int, count: int) -> float:
+    """The same of several processes at once, together."""
+    with closing_all(Child("bench.wall_peer", f"wall {i}") for i in range(processes)) as children:
+        return sum(map(float, ask_all(children, "memcpy", size=size, count=count)))
 
 
 def slowest(children: list[Child], op: str, **arguments: Any) -> list[float]:

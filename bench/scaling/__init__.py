@@ -1,0 +1,104 @@
+"""``bench shaped``: a push_pull of 100 MB between four machines, and up to four more with a server only, on links that are all equally slow; against
+gloo's ring and against what the links let through at best. The machines are network namespaces on a bridge: :mod:`bench.network`. Needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+from dataclasses import dataclass, field
+
+from bench import network, peers
+from bench.jobs import TRANSPORTS, Child, Job, progress
+from bench.report import BenchError, Case
+
+MACHINES = 4
+_BYTES = 100_000_000
+_TARGET, _TARGET_OF_GLOO = "<= 1.10", ">= 1.40"
+#: tc's units, in bits per second.
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+#: A whole round may take long on a slow link.
+_PATIENCE = 600.0
+
+
+@dataclass
+class Division:
+    """What was measured with so many spare machines; seconds."""
+
+    ours: list[float] = field(default_factory=list)
+    gloo: list[float] = field(default_factory=list)
+    optimum: float = 0.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rate", default="500mbit", help="of each link, in tc's notation (default: %(default)s)")
+    parser.add_argument("--spare", default="0,1,2,3,4", help="numbers of spare machines, with commas between (default: %(default)s)")
+    parser.add_argument("--transport", choices=sorted(TRANSPORTS), default="shm", help="how messages travel (default: %(default)s: shared memory "
+                        "within a machine, ZeroMQ between them)")
+    parser.add_argument("--plot", metavar="FILE", help="draw it, as .svg or .png")
+
+
+def run(options: argparse.Namespace) -> list[Case]:
+    """All cases. Raises :class:`BenchError` if one cannot run."""
+    spares = [_spare(text) for text in options.spare.split(",")]
+    per_second = bytes_per_second(options.rate)
+    if reason := network.why_not():
+        raise BenchError(f"links cannot be made slow here: {reason}")
+    found = {spare: _measure(spare, options.rate, per_second, options.transport, 1 if options.quick else 5) for spare in spares}
+    if options.plot:
+        from bench.scaling.plot import draw
+
+        draw(found, options.rate, options.plot)
+    return [case for spare, division in found.items() for case in _cases(spare, division)]
+
+
+def optimum(machines: int, spare: int, nbytes: int, per_second: float) -> float:
+    """Seconds that ``nbytes`` on each machine take at least, by the most loaded card (BytePS, OSDI'20, 4.1). ``spare``: at most ``machines``."""
+    n, k = machines, spare
+    return 2 * n * (n - 1) * nbytes / ((n * n + k * n - 2 * k) * per_second)
+
+
+def bytes_per_second(rate: str) -> float:
+    """Of tc's notation. Raises :class:`BenchError` for another one."""
+    match = re.fullmatch(r"([0-9.]+)(kbit|mbit|gbit)", rate)
+    if match is None or not float(match[1]):
+        raise BenchError(f"--rate {rate!r}: allowed is a number with kbit, mbit or gbit behind it, as in 500mbit")
+    return float(match[1]) * _UNITS[match[2]] / 8
+
+
+def _spare(text: str) -> int:
+    if not text.isdigit() or int(text) > MACHINES:
+        raise BenchError(f"--spare {text!r}: allowed are 0 to {MACHINES}")
+    return int(text)
+
+
+def _measure(spare: int, rate: str, per_second: float, transport: str, turns: int) -> Division:
+    """Ours and gloo's in turn, on the same links."""
+    workers = [f"worker {i}" for i in range(MACHINES)]
+    beside = {f"server {i}": worker for i, worker in enumerate(workers)}
+    division = Division(optimum=optimum(MACHINES, spare, _BYTES, per_second))
+    names = ["scheduler", *workers, *(f"server {MACHINES + i}" for i in range(spare))]
+    environment = {"BYTEPS_ENABLE_MIXED_MODE": "1", "OMP_NUM_THREADS": "1"}
+    with network.Links(names, rate, both=True, beside=beside) as links, \
+            Job(MACHINES, MACHINES + spare, transport, environment, links=links) as job, peers.gloo(MACHINES, links=links) as gloo:
+        progress(f"{spare} spare machines: first calls")
+        _calls(job.workers, "one", 1)
+        _calls(gloo, "all_reduce", 1)
+        for turn in range(turns):
+            progress(f"{spare} spare machines: turn {turn + 1} of {turns}")
+            division.ours += _calls(job.workers, "one", 2)
+            division.gloo += _calls(gloo, "all_reduce", 2)
+    return division
+
+
+def _calls(children: list[Child], op: str, calls: int) -> list[float]:
+    return peers.slowest(children, op, timeout=_PATIENCE, nbytes=_BYTES, calls=calls, warm=0)
+
+
+def _cases(spare: int, division: Division) -> list[Case]:
+    ours, gloo = statistics.median(division.ours), statistics.median(division.gloo)
+    return [Case(f"optimum-k{spare}", ours, "s", peer=division.optimum, target=_TARGET, samples=division.ours,
+                 note=f"push_pull of 100 MB, {MACHINES} machines, {spare} spare; what the links let through"),
+            Case(f"gloo-k{spare}", gloo, "s", peer=ours, target=_TARGET_OF_GLOO if spare == MACHINES else None, samples=division.gloo,
+                 note="gloo's all_reduce on the same links; ours")]

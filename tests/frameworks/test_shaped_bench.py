@@ -1,0 +1,61 @@
+"""``python -m bench shaped`` on emulated machines: it runs, and leaves nothing, however it ends."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(170)
+
+
+@pytest.fixture(autouse=True)
+def _needs_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    if reason := importlib.import_module("bench.network").why_not():
+        pytest.skip(reason)
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("DMLC_", "BYTEPS_"))}
+    return subprocess.Popen([sys.executable, "-m", "bench", "shaped", "--quick", *words], cwd=ROOT, env=clean, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE)
+
+
+def left_by(pid: int) -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if line.startswith(f"bpsx-{pid}-")]
+
+
+def test_it_runs_reports_and_draws(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "shaped.svg"
+    bench = start("--rate", "1gbit", "--spare", "1", "--json", "--plot", str(picture))
+    out, told = bench.communicate(timeout=160)
+    assert bench.returncode == 0, told
+    cases = {case["case"]: case for case in json.loads(out)["cases"]}
+    assert set(cases) == {"optimum-k1", "gloo-k1"} and len(cases["optimum-k1"]["samples"]) == 2
+    # Nobody can be faster than the links, but by what a bucket of tokens holds at the start.
+    assert cases["optimum-k1"]["ratio"] > 0.95 and cases["gloo-k1"]["value"] > 1.1
+    assert "optimum" in picture.read_text(encoding="utf-8")
+    assert left_by(bench.pid) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_is_ended_leaves_no_namespace(number: signal.Signals) -> None:
+    bench = start("--rate", "10mbit", "--spare", "0")
+    assert bench.stderr is not None
+    for line in bench.stderr:
+        if "first calls" in line:
+            break
+    assert left_by(bench.pid)
+    bench.send_signal(number)
+    bench.stderr.read()
+    assert bench.wait(timeout=120) == 130 and left_by(bench.pid) == []
