@@ -91,6 +91,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("interface", "DMLC_INTERFACE", str, "", "interface name", "Take the own address from this interface; DMLC_NODE_HOST wins.", _JOB),
     Option("transport", "DMLC_ENABLE_RDMA", choice(*TRANSPORT_NAMES), "0", " | ".join(TRANSPORT_NAMES),
            "Transport between workers and servers: 0 and zmq are TCP through ZeroMQ, tcp is TCP through plain sockets.", _JOB),
+    Option("ipc", "BYTEPS_ENABLE_IPC", flag, True, FLAG,
+           "Workers and servers of one machine, user and job exchange partitions through shared memory, and the transport carries the rest.", _JOB),
     Option("partition_bytes", "BYTEPS_PARTITION_BYTES", integer(4096), 2 << 20, "a whole number of bytes, at least 4096",
            "Tensors are cut into partitions of at most this size (in whole pages), compressed ones of twice that. The same on all workers.", _TUNE),
     Option("key_hash_fn", "BYTEPS_KEY_HASH_FN", choice(*_HASHES), "balanced", " | ".join(_HASHES),
@@ -101,7 +103,7 @@ OPTIONS: tuple[Option, ...] = (
            "Of a server: how many bytes it gets, compared to the others; in mixed mode how fast its machine's card is.", _TUNE),
     Option("hash_coefficient", "BYTEPS_BUILT_IN_HASH_COEF", integer(1, 2**31), 1, "1..2147483648", "Multiplier of the built_in hash.", _TUNE),
     Option("scheduling_credit", "BYTEPS_SCHEDULING_CREDIT", integer(0), 4, "partitions; 0: no bound",
-           "How much a worker hands to the transport per connection before it has been written out, in partitions. "
+           "How much a worker hands to the transport per connection before it has been written out, in partitions; half of it on its own machine. "
            "A small credit lets urgent tensors overtake; 0 switches priorities off in effect.", _TUNE),
     Option("send_ahead_ms", "BPSX_SEND_AHEAD_MS", number(0), 10.0, "milliseconds; 0: no bound",
            "How long what a worker has handed to the transport for a server may take the slowest server's link, if it is more than a partition: "

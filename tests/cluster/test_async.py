@@ -37,7 +37,8 @@ LEAST_SQUARES = """
 """
 
 
-@pytest.mark.parametrize("env", [{}, {"BPSX_FIXED_ORDER": "1", "BYTEPS_SERVER_ENABLE_SCHEDULE": "1"}], ids=["plain", "ordered"])
+@pytest.mark.parametrize("env", [{}, {"BPSX_FIXED_ORDER": "1", "BYTEPS_SERVER_ENABLE_SCHEDULE": "1"}, {"BYTEPS_ENABLE_IPC": "1"}],
+                         ids=["plain", "ordered", "shared memory"])
 def test_the_value_is_the_sum_of_all_that_was_pushed(env):
     """Integers in float64, so that the order of additions does not show. Every answer holds at least all of its worker's own pushes."""
     found = run("""

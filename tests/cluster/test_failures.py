@@ -10,7 +10,7 @@ import pytest
 
 from bpsx.config import Config
 from bpsx.rendezvous.sockets import open_socket
-from jobs import Job
+from jobs import TRANSPORTS, Job
 
 # Steps until something happens; says what.
 _STEPPING = """
@@ -27,7 +27,7 @@ _STEPPING = """
 """
 
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["zmq", "tcp"])
+each_transport = pytest.mark.parametrize("transport", sorted(TRANSPORTS))
 
 
 def started(job: Job) -> None:
@@ -42,9 +42,9 @@ def caught(process) -> tuple[str, str]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("who", ["worker", "server", "scheduler"])
-@TRANSPORTS
+@each_transport
 def test_a_death_is_named_everywhere(transport, who, number):
-    with Job(_STEPPING, workers=3, servers=2, env={"DMLC_ENABLE_RDMA": transport}) as job:
+    with Job(_STEPPING, workers=3, servers=2, env={**TRANSPORTS[transport]}) as job:
         started(job)
         victim = {"worker": job.workers[1], "server": job.servers[0], "scheduler": job.scheduler}[who]
         pid = victim.popen.pid
@@ -83,9 +83,9 @@ def test_a_death_while_gradients_are_compressed_is_named_everywhere(who):
             assert p.wait() != 0, p.text()
 
 
-@TRANSPORTS
+@each_transport
 def test_a_server_that_stops_answering_is_noticed_by_its_silence(transport):
-    with Job(_STEPPING, env={"DMLC_ENABLE_RDMA": transport, "PS_HEARTBEAT_INTERVAL": "0.3", "PS_HEARTBEAT_TIMEOUT": "1.5"}) as job:
+    with Job(_STEPPING, env={**TRANSPORTS[transport], "PS_HEARTBEAT_INTERVAL": "0.3", "PS_HEARTBEAT_TIMEOUT": "1.5"}) as job:
         started(job)
         job.servers[0].signal(signal.SIGSTOP)
         for worker in job.workers:
@@ -308,9 +308,9 @@ def test_roles_may_start_in_any_order(order):
         job.__exit__()
 
 
-@TRANSPORTS
+@each_transport
 def test_garbage_on_every_port_does_not_disturb_a_job(transport):
-    with Job(_STEPPING, env={"BYTEPS_LOG_LEVEL": "info", "DMLC_ENABLE_RDMA": transport}) as job:
+    with Job(_STEPPING, env={"BYTEPS_LOG_LEVEL": "info", **TRANSPORTS[transport]}) as job:
         started(job)
         lane = job.servers[0].wait_for_line("server 0: ").rsplit(" ", 1)[1]
         ports = [int(lane.rsplit(":", 1)[1]), int(job.port)]

@@ -11,7 +11,8 @@ from jobs import Job, run
 LANES = {"BYTEPS_SERVER_ENGINE_THREAD": "2", "BYTEPS_PARTITION_BYTES": "65536"}
 
 
-@pytest.mark.parametrize("env", [{}, {"BPSX_FIXED_ORDER": "1"}, {"BYTEPS_SERVER_ENABLE_SCHEDULE": "1"}], ids=["plain", "fixed", "scheduled"])
+@pytest.mark.parametrize("env", [{}, {"BPSX_FIXED_ORDER": "1"}, {"BYTEPS_SERVER_ENABLE_SCHEDULE": "1"}, {"BYTEPS_ENABLE_IPC": "1"}],
+                         ids=["plain", "fixed", "scheduled", "shared memory"])
 def test_uneven_steps_again_and_again(env):
     """Each worker knows how many steps the others take, and so each sum. Gatherings follow each other at once, so a mark that outlived
     its gathering would give a sum that lacks somebody. Names appear that joined workers have never declared."""

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jobs import Job, run
+from jobs import TRANSPORTS, Job, run
 
 # Each worker draws its values from a generator seeded by (case, rank), so that every worker can compute what all have pushed.
 SUMS = """
@@ -55,7 +55,7 @@ sizes = st.one_of(st.sampled_from([0, 1, 2, 3, 1023, 1024, 1025, 8192, 8193]), s
 @given(
     workers=st.integers(1, 4), servers=st.integers(1, 3), partition_bytes=st.sampled_from([4096, 4097, 20_000, 4_096_000]),
     lanes=st.integers(1, 2), fixed_order=st.booleans(), scheduled=st.booleans(), credit=st.sampled_from([0, 1, 4]),
-    hash_fn=st.sampled_from(["balanced", "naive", "built_in", "djb2", "sdbm"]), transport=st.sampled_from(["zmq", "tcp"]),
+    hash_fn=st.sampled_from(["balanced", "naive", "built_in", "djb2", "sdbm"]), transport=st.sampled_from(sorted(TRANSPORTS)),
     cases=st.lists(st.tuples(st.sampled_from(DTYPES), sizes, st.booleans()), min_size=20, max_size=40),
 )
 def test_sums_match_float64_and_are_the_same_bits_everywhere(
@@ -65,7 +65,7 @@ def test_sums_match_float64_and_are_the_same_bits_everywhere(
         "CASES": json.dumps(cases), "BYTEPS_PARTITION_BYTES": str(partition_bytes), "BYTEPS_SERVER_ENGINE_THREAD": str(lanes),
         "BPSX_FIXED_ORDER": str(int(fixed_order)), "BYTEPS_SERVER_ENABLE_SCHEDULE": str(int(scheduled)),
         "BYTEPS_SCHEDULING_CREDIT": str(credit), "BYTEPS_KEY_HASH_FN": hash_fn, "BYTEPS_FORCE_DISTRIBUTED": "1",
-        "DMLC_ENABLE_RDMA": transport,
+        **TRANSPORTS[transport],
     })
     assert all(f == found[0] and len(f) == len(cases) for f in found)
 

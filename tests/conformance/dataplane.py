@@ -12,7 +12,7 @@ class Message(C.Structure):
     """``transports/abi.pxd``: Message."""
 
     _fields_ = [("peer", C.c_uint32), ("has_body", C.c_int), ("head", C.c_void_p), ("head_size", C.c_size_t), ("body", C.c_void_p),
-                ("body_size", C.c_size_t), ("opaque", C.c_uint64 * 24)]
+                ("body_size", C.c_size_t), ("opaque", C.c_uint64 * 24), ("wrapper", C.c_uint64)]
 
 
 class Table(C.Structure):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import socket
@@ -16,6 +17,7 @@ import pytest
 from bpsx.errors import TransportError
 from bpsx.transports import door, gate
 from bpsx.transports.loopback import LoopbackEndpoint
+from bpsx.transports.shared import SharedEndpoint
 from bpsx.transports.tcp import TcpEndpoint
 from bpsx.transports.zeromq import ZeroMQEndpoint
 from conformance.dataplane import DataPlane
@@ -38,6 +40,10 @@ def tcp_endpoint(send_buffer: int | None = 0, **more: object) -> TcpEndpoint:
     return TcpEndpoint(send_buffer=send_buffer, heartbeat_interval=5, heartbeat_timeout=30, **more)
 
 
+def shared_endpoint(inner: Callable[..., object] = zeromq_endpoint, **more: object) -> SharedEndpoint:
+    return SharedEndpoint(inner(**more), secret=more.get("secret", b""))
+
+
 def network_pair(make: Callable[..., object], host: str = "127.0.0.1", **more: object) -> tuple[object, object]:
     worker, lane = make(**more), make(**more)
     lane.join(77, 0)
@@ -53,6 +59,8 @@ PAIRS: dict[str, Callable[[], tuple[object, object]]] = {
     "tcp-ipv6": lambda: network_pair(tcp_endpoint, "::1"),
     "zeromq-encrypted": lambda: network_pair(zeromq_endpoint, secret=b"sixteen bytes, or more", encrypt=True),
     "zeromq-ipv6": lambda: network_pair(zeromq_endpoint, "::1"),
+    "shared-zeromq": lambda: network_pair(shared_endpoint),
+    "shared-tcp": lambda: network_pair(functools.partial(shared_endpoint, tcp_endpoint)),
 }
 
 

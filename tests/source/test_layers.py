@@ -28,6 +28,7 @@ ALLOWED = {
     ("bpsx.transports.zeromq", "bpsx.core.sync"),       # atomics and clock: no state of the core
     ("bpsx.transports.loopback", "bpsx.core.sync"),
     ("bpsx.transports.tcp", "bpsx.core.sync"), ("bpsx.transports.connection", "bpsx.core.sync"), ("bpsx.transports.incoming", "bpsx.core.sync"),
+    ("bpsx.transports.shared", "bpsx.core.sync"), ("bpsx.transports.neighbour", "bpsx.core.sync"),
 }
 
 

@@ -3,6 +3,7 @@ from libc.stddef cimport size_t
 from libc.stdint cimport int64_t
 from libc.string cimport memcmp, memcpy
 
+from bpsx.core.copying cimport copy_past
 from bpsx.core.header cimport ANSWER, ERROR, PONG, PROOF_BYTES, Header, next_record
 from bpsx.core.packed cimport most_bytes, server_state_bytes
 from bpsx.core.partition cimport Partition, wire_of
@@ -72,7 +73,7 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
     elif h.length != p.length:
         return -1
     elif p.length:
-        memcpy(p.target, body, p.length)
+        copy_past(p.target, body, p.length)
     advance(c, p)
     return 0
 

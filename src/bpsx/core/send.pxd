@@ -107,8 +107,8 @@ cdef inline bint has_room(int64_t *in_flight, int64_t bound, int64_t bytes, int6
 
 
 cdef inline bint has_credit(Core *c, Lane *lane, uint64_t bytes) noexcept nogil:
-    """The same by the lane's credit."""
-    return c.credit == 0 or has_room(&lane.in_flight, c.credit, bytes, &lane.starved)
+    """The same by the lane's credit, half of it on this machine: no link has to be kept busy there, and caches keep what is less."""
+    return c.credit == 0 or has_room(&lane.in_flight, c.credit // 2 if lane.server.beside else c.credit, bytes, &lane.starved)
 
 
 cdef inline int64_t slowest(Core *c) noexcept nogil:

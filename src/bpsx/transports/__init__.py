@@ -14,9 +14,14 @@ _TABLE: dict[str, tuple[str, str]] = {
     "tcp": ("bpsx.transports.tcp", "TcpEndpoint"),
 }
 
+#: Workers with which a lane shares memory: each has address space there.
+_MOST_NEIGHBOURS = 64
+
 
 def open_endpoint(config: Config) -> Endpoint:
-    """A new endpoint of the transport that ``config`` names. Raises :class:`~bpsx.errors.TransportError` listing what there is."""
+    """A new endpoint of the transport that ``config`` names, with shared memory beside it if ``config`` says so.
+
+    Raises :class:`~bpsx.errors.TransportError` listing what there is."""
     name = TRANSPORT_NAMES[config.transport]
     if name not in _TABLE:
         raise TransportError(f"no transport is called {name!r}; there are: {', '.join(sorted(_TABLE))}")
@@ -26,4 +31,7 @@ def open_endpoint(config: Config) -> Endpoint:
         heartbeat_interval=config.heartbeat_interval, heartbeat_timeout=config.heartbeat_timeout,
         secret=config.secret_bytes, encrypt=bool(config.encrypt), most_bytes=frame_bound(config),
     )
+    if config.ipc:
+        endpoint = import_module("bpsx.transports.shared").SharedEndpoint(
+            endpoint, secret=config.secret_bytes, most_bytes=frame_bound(config), slots=min(_MOST_NEIGHBOURS, config.num_worker * config.local_size))
     return endpoint

@@ -16,6 +16,7 @@ cdef struct Message:
     char *body                  # writable: whoever holds the message may sum into it
     size_t body_size
     uint64_t opaque[24]         # the transport's own: whatever keeps head and body alive
+    uint64_t wrapper            # of a transport that has others, to know its own by
 
 # Ownership on send: `head` is copied when head_done is NULL, else it and `body` stay the caller's memory, untouched, until their
 # done callback has run. That happens exactly once for each, also when send fails and when the endpoint is closed.

@@ -1,5 +1,5 @@
-"""Who may connect to a lane over plain sockets: a greeting that only who knows the job secret can compute, checked before the data plane sees the
-connection. What ``door.py`` is for ZeroMQ.
+"""Who may connect to a lane over plain sockets, and to its memory: a greeting that only who knows the job secret can compute, checked before the
+data plane sees the connection. What ``door.py`` is for ZeroMQ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bpsx.transports.door import HANDSHAKE_MS, Refusals, token
 #: Magic and version, the worker's rank, its token.
 _GREETING = struct.Struct("<8sI64s")
 _MAGIC = b"bpsxtcp1"
-_BACKLOG = 4096
+BACKLOG = 4096
 #: Connections that may be about to greet; of more the oldest are closed.
 _MOST_WAITING = 4096
 # Linux' bounds for probes of a silent connection.
@@ -48,6 +48,12 @@ def prepare(made: socket.socket, interval: float, timeout: float) -> None:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(max(1, round(timeout * 1000)), 2**31 - 1))
 
 
+def listen(host: str) -> socket.socket:
+    """At a port that the system chooses. Raises OSError."""
+    bare = host.strip("[]")
+    return socket.create_server((bare, 0), family=socket.AF_INET6 if is_ipv6(bare) else socket.AF_INET, backlog=BACKLOG)
+
+
 class _Newcomer:
     """A connection that has not greeted yet."""
 
@@ -62,12 +68,9 @@ class Gate:
     Data connections are made once and never again, so a greeting is good for one connection: who has overheard it comes too late.
     """
 
-    def __init__(self, host: str, key: bytes, take: Callable[[socket.socket, int], None]) -> None:
-        self._key, self._take = key, take
-        bare = host.strip("[]")
-        self._listener = socket.create_server((bare, 0), family=socket.AF_INET6 if is_ipv6(bare) else socket.AF_INET, backlog=_BACKLOG)
+    def __init__(self, listener: socket.socket, key: bytes, take: Callable[[socket.socket, int], None]) -> None:
+        self._key, self._take, self._listener = key, take, listener
         self._listener.setblocking(False)
-        self.port = int(self._listener.getsockname()[1])
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -105,7 +108,7 @@ class Gate:
         made.setblocking(False)
         if len(self._waiting) >= _MOST_WAITING:
             self._refuse(next(iter(self._waiting.values())))
-        self._waiting[made.fileno()] = _Newcomer(made, str(peer[0]))
+        self._waiting[made.fileno()] = _Newcomer(made, str(peer[0]) if peer else "this machine")
         self._selector.register(made, selectors.EVENT_READ)
 
     def _hear(self, newcomer: _Newcomer) -> None:
@@ -161,3 +164,4 @@ class Gate:
                 newcomer.made.close()
         self._listener.close()
         os.close(self._wake)
+        del self._take          # which holds the endpoint that holds us: descriptors would stay until the next collection of garbage

@@ -172,10 +172,11 @@ cdef class TcpEndpoint:
     def bind(self, host: str) -> str:
         """Listen on ``host`` at a port that the system chooses; returns and stores ``host:port``."""
         try:
-            self.gate = gate.Gate(host, self.secret, self._take)
+            listener = gate.listen(host)
         except OSError as e:
             raise TransportError(f"cannot listen on {host}: {e}; name another address with DMLC_NODE_HOST") from e
-        self.address = join_host_port(host, self.gate.port)
+        self.gate = gate.Gate(listener, self.secret, self._take)
+        self.address = join_host_port(host, listener.getsockname()[1])
         self._open()
         return self.address
 
