@@ -35,6 +35,9 @@ class Core:
     def look(self) -> None:
         """Let the driver look around."""
     @property
+    def mute(self) -> int:
+        """The lane to which nothing can be sent; -1: there is none."""
+    @property
     def failed(self) -> str:
         """Why the core has failed, or an empty string."""
     @property

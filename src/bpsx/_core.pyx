@@ -41,12 +41,6 @@ from bpsx import errors
 cdef extern from "<unistd.h>" nogil:
     int getpid()
 
-cdef Tensor known_as(Declared declared, Item item, dict codes):
-    """What the core knows of an item that is summed as it lies, or None."""
-    code = codes.get(item.dtype)
-    return None if declared is None or code is None else declared.now(item.shape, code, None)
-
-
 @cython.no_gc_clear
 cdef class Core:
     """The state machine of a worker's partitions over one endpoint. Owned by the session; all methods are thread-safe."""
@@ -244,7 +238,7 @@ cdef class Core:
         cdef Task *first = NULL
         cdef Task *last = NULL
         cdef uint32_t i, n = 0
-        cdef list made = [], tensors = [known_as(declared.get((<Item?>of).name), of, codes) for of in items]
+        cdef list made = [], tensors = [(<Item?>of).known_as(declared, codes) for of in items]
         gpu, streams, moment = on
         cdef uint64_t stream = moment.stream, number = moment.number, ready = moment.event
         self.reap()
@@ -337,6 +331,11 @@ cdef class Core:
     def look(self) -> None:
         """Let the driver look around: something has changed that it cannot see by itself."""
         tell_news(&self.c)
+
+    @property
+    def mute(self) -> int:
+        """The lane to which nothing can be sent; -1: there is none."""
+        return <int>self.c.mute - 1
 
     @property
     def failed(self) -> str:

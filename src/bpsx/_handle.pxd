@@ -13,6 +13,8 @@ cdef class Item:                # see _handle.pyx
     cdef readonly int priority
     cdef public object begun
 
+    cdef Tensor known_as(self, dict declared, dict codes)
+
 
 cdef class Handle:
     cdef Task task

@@ -4,6 +4,7 @@ from cpython.buffer cimport PyBuffer_Release
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 
+from bpsx._tensor cimport Declared, Tensor
 from bpsx.core.loop cimport wait_for
 from bpsx.core.reaping cimport met, now_met
 from bpsx.core.status cimport DONE, PENDING
@@ -27,6 +28,12 @@ cdef class Item:
     def __init__(self, str name, view, int priority=0) -> None:
         self.name, self.priority, self.begun = name, priority, None
         self.address, self.nbytes, self.dtype, self.shape, self.owner = view.address, view.nbytes, view.dtype, view.shape, view.owner
+
+    cdef Tensor known_as(self, dict declared, dict codes):
+        """What the core knows of it, if it is summed as it lies."""
+        cdef Declared found = declared.get(self.name)
+        code = codes.get(self.dtype)
+        return None if found is None or code is None else found.now(self.shape, code, None)
 
 
 cdef class Handle:

@@ -82,7 +82,6 @@ STATUS: dict[int, tuple[type[BpsxError], str]] = {
     -5: (ProtocolError, "the server refused the message as malformed"),
     -6: (ShutdownError, "bpsx was shut down while this was under way"),
     -7: (OutOfMemoryError, "the core could not allocate memory"),
-    -8: (TransportError, "the transport refused to send"),
     -9: (JoinedError, "a worker that is needed has called join()"),
     -10: (KernelError, "the code that sums this element type could not be loaded; the log of this machine's largest local rank says why"),
     -11: (ProtocolError, "what was compressed does not decode"),

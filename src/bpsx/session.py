@@ -254,6 +254,8 @@ class Session:
 
     def _tick(self) -> None:
         """Once a second: a broken connection that the scheduler had no word about, what is waited for, what can be let go."""
+        if self._broken is None and self._core.mute >= 0:       # whoever watches connections knows as much, but where memory was short
+            self._broken = (time.monotonic(), f"{self._lane_name(self._core.mute)} is gone: nothing can be sent to it")
         if self._broken is not None and not self._failure and time.monotonic() - self._broken[0] >= VERDICT_SECONDS:
             self._peer_lost(self._broken[1])
         if self._near.machine is not None and (self._near.machine.deserted or self._near.machine.collects):
@@ -454,10 +456,11 @@ class Session:
 
     # ---- going
 
-    def close(self, failure: str = "") -> None:
+    def close(self, failure: str = "", waited: float = 0.0) -> None:
         """Leave the job: wait for what is under way, say goodbye, free everything. Idempotent.
 
-        ``failure``: why this worker ends with work undone; the others are told. Does not raise.
+        ``failure``: why this worker ends with work undone; the others are told. ``waited``: how many seconds of ``BPSX_SHUTDOWN_TIMEOUT`` are over.
+        Does not raise.
         """
         with self._lock:
             if self._closed:
@@ -465,7 +468,7 @@ class Session:
             self._closed = True
         self._joining.stop()
         try:
-            self._take_leave(failure)
+            self._take_leave(failure, self.config.shutdown_timeout - waited)
         finally:
             self.reporter.close()
             self._end_pending(-6, "bpsx was shut down while this was under way")
@@ -477,9 +480,9 @@ class Session:
             self.devices.close()
             self._near.close()
 
-    def _take_leave(self, failure: str) -> None:
+    def _take_leave(self, failure: str, patience: float) -> None:
         """Wait for what is under way and tell the scheduler how it ended."""
-        end = time.monotonic() + self.config.shutdown_timeout
+        end = time.monotonic() + patience
         while not (failure or self._failure or self._core.failed) and self._unfinished() and time.monotonic() < end:
             self._core.settle(0.05)
         failure = failure or self._failure or self._core.failed

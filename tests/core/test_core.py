@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -11,8 +12,6 @@ import pytest
 
 import core.wire as w
 from bpsx import errors
-from bpsx._tensor import Tensor
-from bpsx.pipeline import stages_for
 from core.cores import BIG, Rig, array  # noqa: F401  (Rig is what the fixture makes)
 
 
@@ -189,18 +188,6 @@ def test_a_submission_after_close_ends_at_once(rig):
         handle.wait(20)
 
 
-def test_a_lane_that_cannot_be_reached_fails_everything(rig):
-    r = rig()
-    handle = r.core.submit(r.tensor("x", 16), array(16), array(16))
-    lost = Tensor("far", 3, [(99, 0, 1, 0, 16)], stages_for("cpu"))
-    r.take()
-    r.endpoint.disconnect(0)
-    far = r.core.submit(lost, array(16), array(16))
-    for h in (handle, far):
-        with pytest.raises(errors.TransportError):
-            h.wait(20)
-
-
 def test_wait_times_out_and_can_be_repeated(rig):
     r = rig()
     handle = r.core.submit(r.tensor("x", 16), array(16), array(16))
@@ -300,3 +287,23 @@ def test_waiting_names_what_is_old(rig):
     r.answer(push, bytes(16))
     handle.wait(20)
     assert r.core.waiting(0.0) == []
+
+
+@pytest.mark.parametrize("size", [16, BIG])
+def test_who_cannot_be_reached_makes_all_wait_for_the_word_of_who_is_gone(rig, size):
+    """The transport tells whoever watches connections; until then nothing leaves, and nothing ends with a lesser error."""
+    r = rig()
+    handles = [r.core.submit(r.tensor("before", 16), array(16), array(16))]
+    lost = r.tensor("lost", size)
+    r.take()
+    r.endpoint.disconnect(0)
+    handles.append(r.core.submit(lost, array(size), array(size)))
+    while r.core.mute < 0:
+        with contextlib.suppress(TimeoutError):
+            handles[0].wait(0.01)
+    handles.append(r.core.submit(r.tensor("late", 16), array(16), array(16)))
+    assert r.core.mute == 0 and not any(h.done() for h in handles)
+    r.core.fail(-1, "server 0 is gone")
+    for handle in handles:
+        with pytest.raises(errors.PeerLostError, match="server 0 is gone"):
+            handle.wait(20)

@@ -13,8 +13,8 @@ from source.places import SOURCE
 MEANT = {
     "E_PEER_LOST": errors.PeerLostError, "E_MISMATCH": errors.MismatchError, "E_LEFT": errors.PeerLeftError, "E_STALL": errors.StallError,
     "E_PROTOCOL": errors.ProtocolError, "E_SHUTDOWN": errors.ShutdownError, "E_MEMORY": errors.OutOfMemoryError,
-    "E_TRANSPORT": errors.TransportError, "E_JOINED": errors.JoinedError, "E_KERNELS": errors.KernelError, "E_CODEC": errors.ProtocolError,
-    "E_COMPRESSOR": errors.ConfigError, "E_DEVICE": errors.DeviceError,
+    "E_JOINED": errors.JoinedError, "E_KERNELS": errors.KernelError, "E_CODEC": errors.ProtocolError, "E_COMPRESSOR": errors.ConfigError,
+    "E_DEVICE": errors.DeviceError,
 }
 
 

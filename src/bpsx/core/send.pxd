@@ -21,7 +21,7 @@ from bpsx.core.partition cimport Lane, Partition, Server, Task, wire_of
 from bpsx.core.queue cimport before, heap_pop
 from bpsx.core.stage cimport advance, give_up
 from bpsx.core.state cimport Core
-from bpsx.core.status cimport DONE, E_MEMORY, E_TRANSPORT
+from bpsx.core.status cimport DONE, E_MEMORY
 from bpsx.core.sync cimport atomic_add, atomic_load, atomic_store, now_ns
 from bpsx.core.watch cimport watched
 from bpsx.core.watching cimport spoke
@@ -217,7 +217,7 @@ cdef inline void send_large(Core *c, Lane *lane, Partition *p) noexcept nogil:
         c.endpoint.self, p.lane, head, head_size, NULL, NULL, push_body(p), push_bytes(p), body_done, w)
     free(head)
     if rc != 0:
-        give_up(c, E_TRANSPORT)
+        atomic_store(&c.mute, p.lane + 1)
     else:
         advance(c, p)
 
@@ -250,7 +250,7 @@ cdef inline void send_batch(Core *c, Lane *lane, uint32_t peer) noexcept nogil:
             give_up(c, E_MEMORY)
         return
     if c.endpoint.send(c.endpoint.self, peer, frame, at - frame, batch_done, w, NULL, 0, NULL, NULL) != 0:
-        give_up(c, E_TRANSPORT)
+        atomic_store(&c.mute, peer + 1)
         return
     for i in range(n):
         advance(c, picked[i])
@@ -288,7 +288,7 @@ cdef inline int pump_out(Core *c) noexcept nogil:
     cdef int sent = 0
     cdef int at = next_lane(c)
     cdef Lane *lane
-    while at >= 0 and not c.failed:
+    while at >= 0 and not c.failed and not c.mute:
         lane = &c.lanes[at]
         if push_bytes(lane.heap[0]) <= INLINE_BYTES:
             send_batch(c, lane, at)

@@ -68,6 +68,7 @@ cdef struct Core:
     # Written under the monitor, read anywhere:
     int64_t news                # the inbox, `failing` or `failed` has something for the driver
     int64_t failed              # not 0: this status ends every task
+    int64_t mute                # not 0: the transport could send nothing to this lane, less 1. Nothing leaves any more; soon it is known who is gone
     int64_t outstanding         # tasks submitted and not finished, and one more while `unsent`
     int64_t busy_since          # when that last became more than 0
     int64_t busy_total          # time in which it was, up to then

@@ -11,7 +11,6 @@ cdef enum Status:
     E_PROTOCOL = -5       # the peer refused a message as malformed
     E_SHUTDOWN = -6       # this process shut bpsx down with the operation under way
     E_MEMORY = -7         # allocation failed
-    E_TRANSPORT = -8      # the transport refused to send
     E_JOINED = -9         # a broadcast's root has called join() and so pushes nothing
     E_KERNELS = -10       # the code that sums this element type could not be compiled or loaded
     E_CODEC = -11         # what a worker has compressed does not decode
