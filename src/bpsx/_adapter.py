@@ -18,12 +18,13 @@ from bpsx.compression import Compression, compression
 from bpsx.config import is_set
 from bpsx.declaring import capacity
 from bpsx.devices import Streams
+from bpsx.logs import early
 from bpsx.session import Session
 from bpsx.torchrun import Store, init, resume
 
 __all__ = ["NOT_COMPRESSED", "Compression", "Handle", "Item", "Session", "Store", "Streams", "TensorView", "add_engine", "capacity", "check_flag",
-           "check_handle", "check_name", "check_priority", "checked_passes", "checked_root", "compression", "finish", "init", "initialised",
-           "integer", "is_set", "own_host", "proof", "resume", "session", "set_exit_status"]
+           "check_handle", "check_name", "check_priority", "checked_passes", "checked_root", "compression", "early", "finish", "init",
+           "initialised", "integer", "is_set", "own_host", "proof", "resume", "session", "set_exit_status"]
 
 
 def own_host() -> str:

@@ -1,5 +1,5 @@
 """See ``_exit.pyx``."""
 
 def set_exit_status(status: int) -> bool:
-    """Let the interpreter, once it has finalised, end with ``status`` instead of its own. What was said first counts. Returns whether
+    """Let the process, once the interpreter has finalised, end with ``status`` where it would with 0. What was said first counts. Returns whether
     that is what counts."""

@@ -1,27 +1,32 @@
 # cython: language_level=3
 """The process's exit status, which can be changed only after all of Python's exit functions."""
 
-cdef extern from "<unistd.h>" nogil:
-    void _exit(int status)
-
-cdef extern from "Python.h":
-    int Py_AtExit(void (*f)() noexcept nogil)
+cdef extern from *:
+    """
+    #include <stdlib.h>
+    #include <unistd.h>
+    static int bpsx_status = 0;
+    #ifdef __GLIBC__
+    static void bpsx_end(int status, void *unused) { if (status == 0) _exit(bpsx_status); }
+    static int bpsx_end_with(int status) { bpsx_status = status; return on_exit(bpsx_end, NULL); }
+    #else
+    /* The interpreter's own status is not known to its exit functions. */
+    static void bpsx_end(void) { _exit(bpsx_status); }
+    static int bpsx_end_with(int status) { bpsx_status = status; return Py_AtExit(bpsx_end); }
+    #endif
+    """
+    int end_with "bpsx_end_with"(int status)
 
 cdef int exit_status = 0
 
 
-cdef void end_with_status() noexcept nogil:
-    if exit_status:
-        _exit(exit_status)
-
-
 def set_exit_status(int status) -> bool:
-    """Let the interpreter, once it has finalised, end with ``status`` instead of its own. What was said first counts. Returns whether
+    """Let the process, once the interpreter has finalised, end with ``status`` where it would with 0. What was said first counts. Returns whether
     that is what counts."""
     global exit_status
     if exit_status:
         return exit_status == status
-    if Py_AtExit(end_with_status) != 0:
-        raise RuntimeError("the interpreter takes no more exit functions")
+    if end_with(status) != 0:
+        raise RuntimeError("the process takes no more exit functions")
     exit_status = status
     return True

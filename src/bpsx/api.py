@@ -90,19 +90,20 @@ def add_engine(wait: Callable[[float], int]) -> None:
             atexit.register(_at_exit)
 
 
-def finish(limit: float | None = None) -> None:
+def finish(limit: float | None = None) -> float:
     """Wait for what the framework's engine has been given, no longer than ``limit`` seconds (``BPSX_SHUTDOWN_TIMEOUT``), and not at all if the job
-    has failed. Raises nothing of its own. Thread-safe."""
+    has failed. Returns how many seconds that took. Raises nothing of its own. Thread-safe."""
     if not (_engines and initialised()):
-        return
+        return 0.0
     ours = session()
     limit = ours.config.shutdown_timeout if limit is None else limit
-    end = time.monotonic() + limit
+    begin = time.monotonic()
     for wait in _engines:
         while wait(_LOOK) and not ours.failure:
-            if time.monotonic() >= end:
+            if time.monotonic() >= begin + limit:
                 log.warning("there are operations that the framework's engine has not finished in %g s (BPSX_SHUTDOWN_TIMEOUT)", limit)
-                return
+                return time.monotonic() - begin
+    return time.monotonic() - begin
 
 
 def shutdown() -> None:
@@ -111,13 +112,20 @@ def shutdown() -> None:
     ``init`` may be called again afterwards. Called by itself when the interpreter ends. Does not raise: if the job has failed and no exception
     has told so, a line on standard error does, and the process's exit status will be 1.
     """
-    global _session
-    finish()
+    _leave()
+
+
+def _leave(remember: bool = False) -> None:
+    global _session, _order, _remembered
+    waited = finish()
     with _lock:
-        ours, _session = _session, None
-    if ours is not None and _owner_pid == os.getpid():
-        ours.close()
-        _tell_untold(ours)
+        if remember and initialised():
+            ours = session()
+            _order, _remembered = ours.order, ours.compressing.remembered()
+        leaving, _session = _session, None
+    if leaving is not None and _owner_pid == os.getpid():
+        leaving.close(waited=waited)
+        _tell_untold(leaving)
 
 
 def _tell_untold(ours: Session) -> None:
@@ -130,13 +138,7 @@ def _tell_untold(ours: Session) -> None:
 def suspend() -> None:
     """Leave the job in good order, as :func:`shutdown`, but remember the order of declared names for :func:`resume`, and how they are compressed,
     with residuals and momentum. All workers do it, or those that go on fail for want of this one. Does nothing before :func:`init`."""
-    global _order, _remembered
-    finish()
-    with _lock:
-        if initialised():
-            ours = session()
-            _order, _remembered = ours.order, ours.compressing.remembered()
-    shutdown()
+    _leave(remember=True)
 
 
 def resume(num_workers: int, num_servers: int, global_rank: int | None = None, context: object = None) -> None:
@@ -195,17 +197,17 @@ def _resumed(num_workers: int, num_servers: int, global_rank: int | None) -> Con
 def _at_exit() -> None:
     """Leave when the interpreter ends."""
     global _session
-    uncaught = getattr(sys, "last_value", None)
+    uncaught, waited = getattr(sys, "last_value", None), 0.0
     if uncaught is None:        # else there is work undone, which may be what an engine waits for
         try:
-            finish()
+            waited = finish()
         except KeyboardInterrupt as e:
             uncaught = e
             set_exit_status(_INTERRUPTED)
     ours, _session = _session, None
     if ours is None or _owner_pid != os.getpid():
         return
-    ours.close(failure=_story(uncaught) if uncaught is not None else "")
+    ours.close(failure=_story(uncaught) if uncaught is not None else "", waited=waited)
     if uncaught is None:
         _tell_untold(ours)
 

@@ -10,6 +10,18 @@ from bpsx.config import Config
 _LEVELS = {"trace": 5, "debug": 10, "info": 20, "warning": 30, "error": 40, "fatal": 50}
 
 
+#: What was said before there was anybody to say it to.
+_early: list[tuple[logging.Logger, str, tuple[object, ...]]] = []
+
+
+def early(logger: logging.Logger, text: str, *values: object) -> None:
+    """Log at level INFO, for imports, which come before :func:`configure`: if nobody listens yet, when somebody does. Thread-safe."""
+    if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
+        logger.info(text, *values)
+    else:
+        _early.append((logger, text, values))
+
+
 def configure(config: Config, who: str) -> None:
     """Set up the ``bpsx`` loggers for the process called ``who`` and report dubious variables. A second call changes level and name."""
     logger = logging.getLogger("bpsx")
@@ -24,5 +36,8 @@ def configure(config: Config, who: str) -> None:
     logger.propagate = False
     # PS_VERBOSE tells of connections whatever BYTEPS_LOG_LEVEL is.
     logging.getLogger("bpsx.connections").setLevel(logging.INFO if config.verbose else logging.NOTSET)
+    while _early:
+        one, text, values = _early.pop(0)
+        one.info(text, *values)
     for warning in config.unknown:
         logger.warning("%s", warning)

@@ -38,9 +38,10 @@ from bpsx.mxnet.broadcast import broadcast_parameters  # noqa: E402
 from bpsx.mxnet.compression import Compression  # noqa: E402
 from bpsx.mxnet.ops import UnsupportedTensor, byteps_declare_tensor, byteps_push_pull  # noqa: E402
 from bpsx.mxnet.optimizer import DistributedOptimizer  # noqa: E402
-from bpsx.mxnet.trainer import DistributedTrainer  # noqa: E402
+from bpsx.mxnet.trainer import DistributedTrainer, broadcast_optimizer_state  # noqa: E402
 
 __all__ = [
-    "Compression", "DistributedOptimizer", "DistributedTrainer", "UnsupportedTensor", "barrier", "broadcast_parameters", "byteps_declare_tensor",
-    "byteps_push_pull", "get_pushpull_speed", "init", "join", "local_rank", "local_size", "rank", "resume", "shutdown", "size", "suspend",
+    "Compression", "DistributedOptimizer", "DistributedTrainer", "UnsupportedTensor", "barrier", "broadcast_optimizer_state", "broadcast_parameters",
+    "byteps_declare_tensor", "byteps_push_pull", "get_pushpull_speed", "init", "join", "local_rank", "local_size", "rank", "resume", "shutdown",
+    "size", "suspend",
 ]

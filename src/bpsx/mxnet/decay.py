@@ -14,7 +14,7 @@ class DecayMomentum:
     """Of one SGD: m = mu m + wd w, and w -= lr mu m besides what the optimizer does. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, list[Any]] = {}       # by the Parameter's number: on each device, float32
+        self.kept: dict[int, list[Any]] = {}       # by the Parameter's number: on each device, float32
 
     @contextmanager
     def around(self, parameters: Sequence[Any], mus: Mapping[int, float], optimizer: Any, updaters: Sequence[Any]) -> Iterator[None]:
@@ -30,21 +30,32 @@ class DecayMomentum:
             weights = _dense(parameters[i])
             if any(w._fresh_grad for w in weights):
                 continue            # an overflow: nothing was done
-            self._kept[i] = momenta
+            self.kept[i] = momenta
             for weight, m, updater in zip(weights, momenta, updaters, strict=True):
                 _subtract(weight, optimizer._get_lr(i) * mus[i] * m, updater.states.get(i))
 
     def _grown(self, i: int, weights: Sequence[Any], mu: float, wd: float) -> list[Any]:
-        before = self._kept.get(i) or [mx.nd.zeros(w.shape, ctx=w.context) for w in weights]
+        before = self.kept.get(i) or _nothing(weights)
         return [mu * m + wd * w.astype(np.float32) for m, w in zip(before, weights, strict=True)]
+
+    def expect(self, i: int, parameter: Any, there: bool) -> None:
+        """Have one of the Parameter with that number, or none."""
+        if not there:
+            self.kept.pop(i, None)
+        elif i not in self.kept:
+            self.kept[i] = _nothing(_dense(parameter))
 
     def save(self) -> dict[str, np.ndarray]:
         """The first device's, by number."""
-        return {str(i): momenta[0].asnumpy() for i, momenta in self._kept.items()}
+        return {str(i): momenta[0].asnumpy() for i, momenta in self.kept.items()}
 
     def load(self, saved: Mapping[str, np.ndarray], contexts: Sequence[Any]) -> None:
         """Put back what :meth:`save` has given."""
-        self._kept = {int(i): [mx.nd.array(m, ctx=ctx) for ctx in contexts] for i, m in saved.items()}
+        self.kept = {int(i): [mx.nd.array(m, ctx=ctx) for ctx in contexts] for i, m in saved.items()}
+
+
+def _nothing(weights: Sequence[Any]) -> list[Any]:
+    return [mx.nd.zeros(w.shape, ctx=w.context) for w in weights]
 
 
 def _dense(parameter: Any) -> list[Any]:

@@ -63,6 +63,8 @@ class Exchange:
             return
         own = [str(p.name) for p in self._parameters]       # as users say them
         chosen = choose(self._params, own, _VERB, self._momentum.by_name(own))
+        if not session.config.distributed:      # alone nothing travels
+            chosen = {}
         self.choices = {name: chosen[o] for name, o in zip(self._names, own, strict=True) if o in chosen and name in trained}
         self._momentum.take_over(trained, self.choices)
         for name in new:

@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from bpsx import _adapter
+
 log = logging.getLogger("bpsx.mxnet")
 #: What was called like that in NumPy 1.19, by what says the same today.
 _NAMES: dict[str, Any] = {
@@ -142,5 +144,5 @@ def prepare() -> None:
         return
     names = missing()
     sys.meta_path.insert(0, _Finder(Facade(np, names)))
-    log.info("MXNet's modules, and nobody else, see a distutils.version and these names in NumPy %s, which has dropped them: %s", np.__version__,
-             ", ".join(names) or "none")
+    _adapter.early(log, "MXNet's modules, and nobody else, see a distutils.version and these names in NumPy %s, which has dropped them: %s",
+               np.__version__, ", ".join(names) or "none")

@@ -25,6 +25,7 @@ from bpsx.mxnet.exchange import Exchange
 from bpsx.mxnet.names import name_of
 from bpsx.mxnet.ops import add_devices, copy_to_devices, overwrite
 from bpsx.mxnet.optimizer import DistributedOptimizer
+from bpsx.mxnet.states import share
 
 log = logging.getLogger("bpsx.mxnet")
 _VERB = "DistributedTrainer"
@@ -71,7 +72,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._taken = Momentum(self._optimizer, "momentum", isinstance(self._optimizer, _WITH_MOMENTUM), "SGD and NAG")
         self._exchange = Exchange(self._params, compression_params, self._taken)
         self._weights, self._decay = Weights(), DecayMomentum()
-        self._known_to = weakref.ref(_adapter.session())
+        self._known_to, self._alike = weakref.ref(_adapter.session()), False
 
     # ---- what gluon's Trainer is made of
 
@@ -119,10 +120,12 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             self._check_and_rescale_grad(self._scale / batch_size)
             self._step_asynchronously(ignore_stale_grad)
             return
-        # Before the exchange: workers' batches may differ in size, and what compression keeps is in these units.
-        scale = self._scale / (batch_size * session.size)
+        # Before the exchange: workers' batches may differ in size, and what compression keeps is in these units. What is left of a loss's scale is
+        # for the optimizer where it can be: in half precision small gradients would be lost.
+        after = 1.0 if self._exchange.compresses else self._scale
+        scale = self._scale / after / (batch_size * session.size)
         self._exchange(self._rate, scale, self._exchange.agree_on_users() if ignore_stale_grad else ())
-        self._optimizer.rescale_grad = 1.0
+        self._optimizer.rescale_grad = after
         self._update(ignore_stale_grad)
 
     def _step_asynchronously(self, ignore_stale_grad: bool) -> None:
@@ -146,11 +149,18 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     def _prepare(self) -> None:
         session = _adapter.session()
         if self._known_to() is not session:     # after resume() there may be workers that have never had these weights
-            self._known_to, self._params_to_init = weakref.ref(session), list(self._params)
+            self._known_to, self._params_to_init, self._alike = weakref.ref(session), list(self._params), False
         if not self._kv_initialized:
             self._init_kvstore()
         if self._params_to_init:
             self._init_params()
+        if not self._alike and not session.config.asynchronous:
+            self.take_states(self._root)
+        self._alike = True
+
+    def take_states(self, root: int) -> None:
+        """Have what worker ``root``'s optimizer remembers; :func:`broadcast_optimizer_state` of others."""
+        share(self._params, self._optimizer, self._updaters, self._decay, root)
 
     @contextmanager
     def _by_itself(self) -> Iterator[None]:
@@ -189,6 +199,19 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             saved = unpacked(_archive(Path(fname).read_bytes()))
             self._decay.load(saved.pop(_DECAY, {}), self._contexts)
             self._exchange.load(saved)
+
+
+def broadcast_optimizer_state(trainer: DistributedTrainer, root_rank: int = 0) -> None:
+    """Give all workers' optimizers what worker ``root_rank``'s remembers: momenta and the like, counts of updates, and so what schedules follow.
+
+    For after :func:`bpsx.mxnet.join`, with the worker that it returns; at the first step of a job, also one that :func:`bpsx.mxnet.resume` has
+    joined, a trainer does so by itself. Parameters without a shape have nothing yet. What compression keeps is each worker's own, and stays.
+    Raises :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.errors.NotInitializedError`, :class:`mxnet.MXNetError`. Not thread-safe.
+    """
+    verb = "broadcast_optimizer_state"
+    if not isinstance(trainer, DistributedTrainer):
+        raise ConfigError(f"{verb}: trainer is a {type(trainer).__name__}; a DistributedTrainer is needed")
+    trainer.take_states(checked_root(root_rank, verb, _adapter.session().size))
 
 
 def _refuse_parts() -> None:
