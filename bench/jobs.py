@@ -134,7 +134,7 @@ def closing_all(children: Iterable[Child]) -> Iterator[list[Child]]:
 
 #: The variables by which a job's messages travel so.
 TRANSPORTS = {"zmq": {"DMLC_ENABLE_RDMA": "zmq", "BYTEPS_ENABLE_IPC": "0"}, "tcp": {"DMLC_ENABLE_RDMA": "tcp", "BYTEPS_ENABLE_IPC": "0"},
-              "shm": {"DMLC_ENABLE_RDMA": "zmq", "BYTEPS_ENABLE_IPC": "1"}}
+              "rdma": {"DMLC_ENABLE_RDMA": "1", "BYTEPS_ENABLE_IPC": "0"}, "shm": {"DMLC_ENABLE_RDMA": "zmq", "BYTEPS_ENABLE_IPC": "1"}}
 
 
 class Job:

@@ -43,8 +43,8 @@ _ROLES = ("worker", "server", "scheduler")
 _HASHES = ("balanced", "naive", "built_in", "djb2", "sdbm")
 _LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 #: Values of DMLC_ENABLE_RDMA -> name of the transport.
-TRANSPORT_NAMES = {"0": "zeromq", "zmq": "zeromq", "zeromq": "zeromq", "tcp": "tcp"}
-NO_ENCRYPTION = "BPSX_ENCRYPT=1: plain sockets (DMLC_ENABLE_RDMA=tcp) do not encrypt; ZeroMQ does: DMLC_ENABLE_RDMA=0"
+TRANSPORT_NAMES = {"0": "zeromq", "zmq": "zeromq", "zeromq": "zeromq", "tcp": "tcp", "1": "rdma", "ibverbs": "rdma"}
+NO_ENCRYPTION = "BPSX_ENCRYPT=1: plain sockets and RDMA (DMLC_ENABLE_RDMA=tcp, 1) do not encrypt; ZeroMQ does: DMLC_ENABLE_RDMA=0"
 #: Worker processes in a job: a server keeps a record of each for every partition.
 MOST_WORKERS = 65535
 
@@ -90,9 +90,14 @@ OPTIONS: tuple[Option, ...] = (
            "scheduler is reached.", _JOB),
     Option("interface", "DMLC_INTERFACE", str, "", "interface name", "Take the own address from this interface; DMLC_NODE_HOST wins.", _JOB),
     Option("transport", "DMLC_ENABLE_RDMA", choice(*TRANSPORT_NAMES), "0", " | ".join(TRANSPORT_NAMES),
-           "Transport between workers and servers: 0 and zmq are TCP through ZeroMQ, tcp is TCP through plain sockets.", _JOB),
+           "Transport between workers and servers: 0 and zmq are TCP through ZeroMQ, tcp is TCP through plain sockets, 1 and ibverbs are RDMA. "
+           "See docs/rdma.md.", _JOB),
     Option("ipc", "BYTEPS_ENABLE_IPC", flag, True, FLAG,
            "Workers and servers of one machine, user and job exchange partitions through shared memory, and the transport carries the rest.", _JOB),
+    Option("rdma_device", "BPSX_RDMA_DEVICE", str, "", "name of an adapter, and :number of a port",
+           "RDMA adapter, as in mlx5_0 or mlx5_0:1. Default: the one that has a GID of the own address.", _JOB),
+    Option("rdma_gid_index", "BPSX_RDMA_GID_INDEX", integer(0, 4095), None, "0..4095",
+           "Number of the GID in the adapter's table. Default: that of the own address, RoCE v2 if there is one.", _JOB),
     Option("partition_bytes", "BYTEPS_PARTITION_BYTES", integer(4096), 2 << 20, "a whole number of bytes, at least 4096",
            "Tensors are cut into partitions of at most this size (in whole pages), compressed ones of twice that. The same on all workers.", _TUNE),
     Option("key_hash_fn", "BYTEPS_KEY_HASH_FN", choice(*_HASHES), "balanced", " | ".join(_HASHES),
@@ -105,6 +110,13 @@ OPTIONS: tuple[Option, ...] = (
     Option("scheduling_credit", "BYTEPS_SCHEDULING_CREDIT", integer(0), 4, "partitions; 0: no bound",
            "How much a worker hands to the transport per connection before it has been written out, in partitions; half of it on its own machine. "
            "A small credit lets urgent tensors overtake; 0 switches priorities off in effect.", _TUNE),
+    Option("rdma_rx_depth", "BYTEPS_RDMA_RX_DEPTH", integer(16, 32768), 512, "16..32768",
+           "RDMA: messages of a connection that may be on their way to this process.", _TUNE),
+    Option("rdma_start_depth", "BYTEPS_RDMA_START_DEPTH", integer(16, 32768), 128, "16..32768",
+           "RDMA: messages of a connection that the adapter may have to send.", _TUNE),
+    Option("rdma_inbox", "BPSX_RDMA_INBOX_MB", integer(4, 65536), 64, "MiB, 4..65536",
+           "RDMA: registered memory of a server's lane for what one worker pushes; a worker has a quarter of it for a lane's answers. "
+           "At least 8 partitions.", _TUNE),
     Option("send_ahead_ms", "BPSX_SEND_AHEAD_MS", number(0), 10.0, "milliseconds; 0: no bound",
            "How long what a worker has handed to the transport for a server may take the slowest server's link, if it is more than a partition: "
            "what shares a link is complete at once, and late. BYTEPS_SCHEDULING_CREDIT bounds it, too, and with 0 nothing does.", _TUNE),
@@ -332,7 +344,7 @@ class Config:
             yield from self._server_faults()
         if self.role == "worker" and self.num_worker > 1:
             yield from self._missing("worker_id")
-        if self.encrypt and TRANSPORT_NAMES[self.transport] == "tcp":
+        if self.encrypt and TRANSPORT_NAMES[self.transport] != "zeromq":
             yield NO_ENCRYPTION
         if self.mixed_mode and self.key_hash_fn != "balanced":
             yield f"BYTEPS_KEY_HASH_FN={self.key_hash_fn}: with BYTEPS_ENABLE_MIXED_MODE=1 bytes decide; allowed is balanced"
@@ -448,33 +460,6 @@ def frame_bound(config: Config | int) -> int:
     Without a bound a stranger could make a lane keep whatever he sends until his handshake is over time."""
     nbytes = config if isinstance(config, int) else config.partition_bytes
     return max(64 << 20, 4 * int(nbytes))   # what is compressed has partitions twice as large, and topk that keeps all makes twice that
-
-
-def fingerprint(config: Config) -> dict[str, Any]:
-    """The options that must be the same on all workers, to be compared at rendezvous; flags as 0 or 1."""
-    names = ("num_worker", "num_server", "local_size", "local_reduce", "partition_bytes", "key_hash_fn", "hash_coefficient", "asynchronous",
-             "encrypt", "mixed_mode", "transport")
-    values = {o.env: getattr(config, o.field) for o in OPTIONS if o.field in names}
-    values |= {"DMLC_NUM_SERVER": config.servers, "BPSX_LOCAL_REDUCE": config.shares_machine,
-               "DMLC_ENABLE_RDMA": TRANSPORT_NAMES[config.transport],
-               "BPSX_SERVER_WEIGHT": config.server_weight if config.role == "server" else 1}
-    return {env: int(value) if isinstance(value, bool) else value for env, value in values.items()}
-
-
-def wrong_options(shared: Mapping[str, Any]) -> list[str]:
-    """Which options of another process's :func:`fingerprint` are missing or not allowed."""
-    options = {o.env: o for o in OPTIONS if o.env in fingerprint(Config({}))}
-    wrong = []
-    for env, option in options.items():
-        value = shared.get(env)
-        if option.default is None and value is None:
-            continue
-        try:
-            if isinstance(value, bool) or not isinstance(value, int | str) or option.parse(str(value)) != value:
-                raise ValueError
-        except ValueError:
-            wrong.append(f"{env}={str(value)[:40]!r}")
-    return wrong
 
 
 def reference() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import itertools
 import os
 import socket
@@ -11,6 +12,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +42,15 @@ def tcp_endpoint(send_buffer: int | None = 0, **more: object) -> TcpEndpoint:
     return TcpEndpoint(send_buffer=send_buffer, heartbeat_interval=5, heartbeat_timeout=30, **more)
 
 
+def rdma_endpoint(**more: object) -> Any:
+    """Skips where there is no RDMA: tests/machine runs these tests in an emulated machine that has it."""
+    try:
+        module = importlib.import_module("bpsx.transports.rdma")
+        return module.RdmaEndpoint(**{"heartbeat_interval": 5, "heartbeat_timeout": 30, "inbox": 8 << 20, **more})
+    except (ImportError, TransportError) as e:
+        pytest.skip(f"no RDMA here: {e}")
+
+
 def shared_endpoint(inner: Callable[..., object] = zeromq_endpoint, **more: object) -> SharedEndpoint:
     return SharedEndpoint(inner(**more), secret=more.get("secret", b""))
 
@@ -59,6 +70,8 @@ PAIRS: dict[str, Callable[[], tuple[object, object]]] = {
     "tcp-ipv6": lambda: network_pair(tcp_endpoint, "::1"),
     "zeromq-encrypted": lambda: network_pair(zeromq_endpoint, secret=b"sixteen bytes, or more", encrypt=True),
     "zeromq-ipv6": lambda: network_pair(zeromq_endpoint, "::1"),
+    "rdma": lambda: network_pair(rdma_endpoint),
+    "rdma-narrow": lambda: network_pair(rdma_endpoint, depth=16, sends=16, inbox=1 << 20),
     "shared-zeromq": lambda: network_pair(shared_endpoint),
     "shared-tcp": lambda: network_pair(functools.partial(shared_endpoint, tcp_endpoint)),
 }
@@ -230,6 +243,11 @@ def tcp():
     yield from made_by(tcp_endpoint)
 
 
+@pytest.fixture
+def rdma():
+    yield from made_by(rdma_endpoint)
+
+
 def test_a_stranger_is_not_heard(zeromq):
     """A peer of another job or secret, a second one of a rank, and one without a token are turned away; who has one and speaks nonsense is dropped
     and counted; the right one is served."""
@@ -342,7 +360,7 @@ def test_a_lane_that_is_not_there_is_lost(tcp):
     assert worker.lost() == [3] and DataPlane(worker).send(3, b"h", b"body", 1) == -1
 
 
-@pytest.mark.parametrize("transport", ["zeromq", "tcp"])
+@pytest.mark.parametrize("transport", ["zeromq", "tcp", "rdma"])
 def test_garbage_bytes_on_the_port_do_not_disturb(transport, request):
     make = request.getfixturevalue(transport)
     lane, friend = make(), make()
@@ -359,7 +377,7 @@ def test_garbage_bytes_on_the_port_do_not_disturb(transport, request):
     assert s.receive() == (1, b"mine", None)
 
 
-@pytest.mark.parametrize("transport", ["zeromq", "tcp"])
+@pytest.mark.parametrize("transport", ["zeromq", "tcp", "rdma"])
 def test_a_broken_connection_is_noticed_and_named(transport, request):
     import select
 

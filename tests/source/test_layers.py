@@ -19,7 +19,7 @@ LAYERS = [
     ("bpsx.local._cuda", 4.4), ("bpsx.local.cuda", 4.45), ("bpsx.local.topology", 8), ("bpsx.local", 3.5),
     ("bpsx.companions", 7), ("bpsx.transports.abi", 6), ("bpsx.transports", 5), ("bpsx.kernels.abi", 6), ("bpsx.kernels", 5),
     ("bpsx.launch", 0), ("bpsx.server", 2), ("bpsx.rendezvous.__main__", 2), ("bpsx.rendezvous", 2.6),
-    ("bpsx.errors", 11), ("bpsx.values", 11), ("bpsx.secret", 10.5), ("bpsx.config", 10), ("bpsx.dtypes", 10), ("bpsx.logs", 9),
+    ("bpsx.errors", 11), ("bpsx.values", 11), ("bpsx.secret", 10.5), ("bpsx.alike", 9), ("bpsx.config", 10), ("bpsx.dtypes", 10), ("bpsx.logs", 9),
     ("bpsx.arguments", 10), ("bpsx.clock", 9), ("bpsx.forking", 9), ("bpsx.host", 8), ("bpsx", 0.5),
 ]
 # Crossings that are meant, with their reason.
@@ -28,7 +28,7 @@ ALLOWED = {
     ("bpsx.transports.zeromq", "bpsx.core.sync"),       # atomics and clock: no state of the core
     ("bpsx.transports.loopback", "bpsx.core.sync"),
     ("bpsx.transports.tcp", "bpsx.core.sync"), ("bpsx.transports.connection", "bpsx.core.sync"), ("bpsx.transports.incoming", "bpsx.core.sync"),
-    ("bpsx.transports.shared", "bpsx.core.sync"), ("bpsx.transports.neighbour", "bpsx.core.sync"),
+    *((f"bpsx.transports.{module}", "bpsx.core.sync") for module in ("shared", "neighbour", "peers", "rdma", "queue_pair", "written", "arrived")),
 }
 
 

@@ -56,14 +56,20 @@ def test_sizes(path):
     assert not long
 
 
+#: Built where there are headers for it, libibverbs'.
+WHERE_HEADERS_ARE = {"hca.pyx", "rdma.pyx"}
+
+
 def test_every_compiled_module_has_a_stub_that_names_all_it_offers():
     import ast
-    import importlib
+    import importlib.util
 
     for path in (p for p in PACKAGE if p.suffix == ".pyx"):
         stub = path.with_suffix(".pyi")
         assert stub.exists(), f"{path.name} has no stub"
         tree = ast.parse(stub.read_text())
+        if path.name in WHERE_HEADERS_ARE and importlib.util.find_spec(module_of(path)) is None:
+            continue        # was not built
         module = importlib.import_module(module_of(path))
         classes = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
         named = set(classes) | {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}

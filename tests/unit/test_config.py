@@ -7,7 +7,8 @@ import stat
 
 import pytest
 
-from bpsx.config import OPTIONS, Config, cache_dir, faults, fingerprint, reference, runtime_dir
+from bpsx.alike import fingerprint
+from bpsx.config import OPTIONS, Config, cache_dir, faults, reference, runtime_dir
 from bpsx.errors import ConfigError
 from bpsx.unused import NOT_USED
 
@@ -18,6 +19,7 @@ REFUSED = {
     "DMLC_ROLE": "boss", "DMLC_PS_ROOT_PORT": "65536", "DMLC_NUM_WORKER": "0", "DMLC_NUM_SERVER": "-1", "DMLC_WORKER_ID": "one",
     "BYTEPS_LOCAL_RANK": "-1", "BYTEPS_LOCAL_SIZE": "0", "BPSX_LOCAL_REDUCE": "half", "BYTEPS_FORCE_DISTRIBUTED": "maybe",
     "BYTEPS_ENABLE_ASYNC": "2", "BYTEPS_ENABLE_IPC": "2", "DMLC_ENABLE_RDMA": "carrier-pigeon",
+    "BYTEPS_RDMA_RX_DEPTH": "15", "BYTEPS_RDMA_START_DEPTH": "0", "BPSX_RDMA_INBOX_MB": "3", "BPSX_RDMA_GID_INDEX": "-1",
     "BYTEPS_PARTITION_BYTES": "4095",
     "BYTEPS_MIN_COMPRESS_BYTES": "-1", "BYTEPS_THREADPOOL_SIZE": "0", "BPSX_COMPRESSORS": "a.b,./c.py",
     "BYTEPS_KEY_HASH_FN": "md5", "BYTEPS_BUILT_IN_HASH_COEF": "0", "BYTEPS_ENABLE_MIXED_MODE": "k", "BPSX_SERVER_WEIGHT": "0",
@@ -34,7 +36,7 @@ REFUSED = {
     "BYTEPS_TELEMETRY_ON": "2", "BYTEPS_TRACE_ON": "2", "BYTEPS_TRACE_START_STEP": "0", "BYTEPS_TRACE_END_STEP": "1",
     "BPSX_METRICS_PORT": "host:port",
 }
-FREE_TEXT = {"DMLC_PS_ROOT_URI", "DMLC_NODE_HOST", "DMLC_INTERFACE", "BPSX_CACHE_DIR", "BPSX_PORT_FILE", "BPSX_SECRET", "BPSX_SECRET_FILE",
+FREE_TEXT = {"DMLC_PS_ROOT_URI", "DMLC_NODE_HOST", "DMLC_INTERFACE", "BPSX_RDMA_DEVICE", "BPSX_CACHE_DIR", "BPSX_PORT_FILE", "BPSX_SECRET", "BPSX_SECRET_FILE",
              "NVIDIA_VISIBLE_DEVICES", "BYTEPS_SOCKET_PATH", "BYTEPS_TRACE_DIR"}
 
 

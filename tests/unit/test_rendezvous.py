@@ -9,7 +9,8 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpsx.config import Config, fingerprint
+from bpsx.alike import fingerprint
+from bpsx.config import Config
 from bpsx.placement import Placement
 from bpsx.rendezvous import messages
 from bpsx.rendezvous.hub import Hub

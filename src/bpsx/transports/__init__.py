@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 from bpsx.config import TRANSPORT_NAMES, Config, frame_bound
 from bpsx.errors import TransportError
@@ -12,10 +13,35 @@ from bpsx.transports.base import Endpoint
 _TABLE: dict[str, tuple[str, str]] = {
     "zeromq": ("bpsx.transports.zeromq", "ZeroMQEndpoint"),
     "tcp": ("bpsx.transports.tcp", "TcpEndpoint"),
+    "rdma": ("bpsx.transports.rdma", "RdmaEndpoint"),
 }
 
 #: Workers with which a lane shares memory: each has address space there.
 _MOST_NEIGHBOURS = 64
+
+
+def _import(module: str) -> Any:
+    """A transport's module. Raises :class:`~bpsx.errors.TransportError` where what it needs is missing, and says what to install."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as e:
+        if e.name != module:
+            raise
+        raise TransportError("bpsx was built without RDMA, since the headers of libibverbs were missing: install libibverbs-dev (Debian, Ubuntu) or "
+                             "rdma-core-devel, and bpsx again; or DMLC_ENABLE_RDMA=0 or tcp") from e
+    except ImportError as e:
+        raise TransportError(f"{module} cannot be loaded: {e}. RDMA needs libibverbs and the adapter's provider: install libibverbs1 and "
+                             "ibverbs-providers (Debian, Ubuntu) or rdma-core") from e
+
+
+def _own_options(name: str, config: Config) -> dict[str, Any]:
+    """What a transport takes besides what all do."""
+    if name == "rdma":
+        # A worker reads what comes at once; a lane sums in what has come.
+        inbox = config.rdma_inbox << 20 if config.role == "server" else config.rdma_inbox << 18
+        return {"depth": config.rdma_rx_depth, "sends": config.rdma_start_depth, "inbox": max(inbox, 8 * config.partition_bytes),
+                "device": config.rdma_device, "gid_index": config.rdma_gid_index}
+    return {"io_threads": config.zmq_threads, "send_buffer": None if config.send_buffer is None else config.send_buffer << 10}
 
 
 def open_endpoint(config: Config) -> Endpoint:
@@ -26,10 +52,9 @@ def open_endpoint(config: Config) -> Endpoint:
     if name not in _TABLE:
         raise TransportError(f"no transport is called {name!r}; there are: {', '.join(sorted(_TABLE))}")
     module, cls = _TABLE[name]
-    endpoint: Endpoint = getattr(import_module(module), cls)(
-        io_threads=config.zmq_threads, send_buffer=None if config.send_buffer is None else config.send_buffer << 10,
+    endpoint: Endpoint = getattr(_import(module), cls)(
         heartbeat_interval=config.heartbeat_interval, heartbeat_timeout=config.heartbeat_timeout,
-        secret=config.secret_bytes, encrypt=bool(config.encrypt), most_bytes=frame_bound(config),
+        secret=config.secret_bytes, encrypt=bool(config.encrypt), most_bytes=frame_bound(config), **_own_options(name, config),
     )
     if config.ipc:
         endpoint = import_module("bpsx.transports.shared").SharedEndpoint(

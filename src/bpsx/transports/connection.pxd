@@ -1,11 +1,11 @@
 # A connection of the transport over plain sockets, and an endpoint's lists of them. See tcp.pyx.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
-from libc.stdlib cimport free, realloc
-from libc.string cimport memset
+from libc.stdlib cimport free
 from posix.unistd cimport close as close_descriptor
 
 from bpsx.core.sync cimport Monitor, atomic_load, atomic_store, lock, unlock
 from bpsx.transports.abi cimport done_fn
+from bpsx.transports.peers cimport Losses, Peers, add_loss, room_for_peer
 
 cdef extern from *:
     """
@@ -49,8 +49,6 @@ cdef extern from *:
     int eventfd(unsigned int initval, int flags) nogil
     ssize_t sendmsg(int fd, msghdr *m, int flags) nogil
     ssize_t recvmsg(int fd, msghdr *m, int flags) nogil
-    ssize_t read(int fd, void *buf, size_t count) nogil
-    ssize_t write(int fd, const void *buf, size_t count) nogil
     void *aligned "bpsx_aligned"(size_t size) nogil
 
 cdef enum:
@@ -96,12 +94,11 @@ cdef struct Connection:
     char buffer[BUFFER]
 
 cdef struct State:
-    Monitor monitor             # guards `new` and `lost`
+    Monitor monitor             # guards `new`
     int epoll
     int wake_fd
     bint woken                  # somebody has written there, and no wait has ended for it
     int since                   # messages since the last look at all connections
-    int lost_fd
     uint64_t most_bytes
     int64_t malformed
     int64_t n_new
@@ -109,11 +106,8 @@ cdef struct State:
     Connection *all
     Connection *ready_first
     Connection *ready_last
-    Connection **peers
-    uint32_t n_peers
-    uint32_t *lost
-    uint32_t n_lost
-    uint32_t lost_room
+    Peers peers
+    Losses losses
 
 
 cdef inline void end_outgoing(Outgoing *o) noexcept nogil:
@@ -139,20 +133,6 @@ cdef inline void let_go(Connection *c) noexcept nogil:
     c.block = NULL
 
 
-cdef inline bint has_room(State *s, uint32_t peer) noexcept nogil:
-    cdef uint32_t wanted
-    cdef Connection **grown
-    if peer < s.n_peers:
-        return True
-    wanted = max(peer + 1, s.n_peers * 2)
-    grown = <Connection **>realloc(s.peers, wanted * sizeof(Connection *))
-    if grown == NULL:
-        return False
-    memset(grown + s.n_peers, 0, (wanted - s.n_peers) * sizeof(Connection *))
-    s.peers, s.n_peers = grown, wanted
-    return True
-
-
 cdef inline void take_new(State *s) noexcept nogil:
     """Those that were made since the last look, on another thread."""
     cdef Connection *c
@@ -166,28 +146,12 @@ cdef inline void take_new(State *s) noexcept nogil:
     while c != NULL:
         following = c.next
         c.next, s.all = s.all, c
-        if has_room(s, c.peer) and s.peers[c.peer] == NULL and epoll_set(s.epoll, EPOLL_CTL_ADD, c.fd, EPOLLIN, c) == 0:
-            s.peers[c.peer] = c
+        if room_for_peer(&s.peers, c.peer) and s.peers.at[c.peer] == NULL and epoll_set(s.epoll, EPOLL_CTL_ADD, c.fd, EPOLLIN, c) == 0:
+            s.peers.at[c.peer] = c
         else:
             c.dead = True
             let_go(c)
         c = following
-
-
-cdef inline void add_lost(State *s, uint32_t peer) noexcept nogil:
-    """For whoever watches. Any thread."""
-    cdef uint64_t one = 1
-    cdef uint32_t *grown
-    lock(&s.monitor)
-    if s.n_lost == s.lost_room:
-        grown = <uint32_t *>realloc(s.lost, max(16, 2 * s.lost_room) * sizeof(uint32_t))
-        if grown != NULL:
-            s.lost, s.lost_room = grown, max(16, 2 * s.lost_room)
-    if s.n_lost < s.lost_room:
-        s.lost[s.n_lost] = peer
-        s.n_lost += 1
-    unlock(&s.monitor)
-    write(s.lost_fd, &one, sizeof(one))
 
 
 cdef inline void lose(State *s, Connection *c) noexcept nogil:
@@ -195,7 +159,7 @@ cdef inline void lose(State *s, Connection *c) noexcept nogil:
     if not c.dead:
         c.dead = True
         let_go(c)
-        add_lost(s, c.peer)
+        add_loss(&s.losses, c.peer)
 
 
 cdef inline void make_ready(State *s, Connection *c) noexcept nogil:

@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 from bpsx import secret
 from bpsx.config import MOST_WORKERS
-from bpsx.transports.address import is_ipv6
+from bpsx.errors import TransportError
+from bpsx.transports.address import is_ipv6, resolve
 from bpsx.transports.door import HANDSHAKE_MS, Refusals, token
 
 #: Magic and version, the worker's rank, its token.
@@ -48,10 +49,37 @@ def prepare(made: socket.socket, interval: float, timeout: float) -> None:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(max(1, round(timeout * 1000)), 2**31 - 1))
 
 
+def dial(address: str, key: bytes, job: int, rank: int, before: Callable[[socket.socket, str], None] | None = None) -> socket.socket:
+    """Worker ``rank``'s connection to the lane at ``address``, which has been sent the greeting. ``before``: what to do to the socket, given the
+    lane's numeric address, before it is connected.
+
+    Raises :class:`~bpsx.errors.TransportError` for what is no address, and OSError: it cannot be reached now.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        numeric = resolve(host, int(port))
+        made = socket.socket(socket.AF_INET6 if is_ipv6(numeric) else socket.AF_INET, socket.SOCK_STREAM)
+    except OSError as e:
+        raise TransportError(f"cannot connect to {address}: {e}") from e
+    try:
+        if before is not None:
+            before(made, numeric)
+        made.settimeout(PATIENCE)
+        made.connect((numeric, int(port)))
+        made.sendall(greeting(key, job, address, rank))
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
 def listen(host: str) -> socket.socket:
-    """At a port that the system chooses. Raises OSError."""
+    """At a port that the system chooses. Raises :class:`~bpsx.errors.TransportError`."""
     bare = host.strip("[]")
-    return socket.create_server((bare, 0), family=socket.AF_INET6 if is_ipv6(bare) else socket.AF_INET, backlog=BACKLOG)
+    try:
+        return socket.create_server((bare, 0), family=socket.AF_INET6 if is_ipv6(bare) else socket.AF_INET, backlog=BACKLOG)
+    except OSError as e:
+        raise TransportError(f"cannot listen on {host}: {e}; name another address with DMLC_NODE_HOST") from e
 
 
 class _Newcomer:

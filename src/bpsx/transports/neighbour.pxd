@@ -7,21 +7,19 @@
 #
 # Nothing is locked across processes. Each word has one writer, but `starving`, which either side sets for the other to clear.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
-from libc.stdlib cimport free, realloc
-from libc.string cimport memcpy, memset
+from libc.string cimport memcpy
 
 from bpsx.core.sync cimport Monitor, atomic_add, atomic_load, atomic_store, lock, unlock
 from bpsx.transports.abi cimport Endpoint, Message, done_fn
+from bpsx.transports.peers cimport Peers, room_for_peer, write
 from bpsx.transports.arena cimport Arena, Block, give_block, take_block
 
 cdef extern from *:
     """
     #include <stdlib.h>
-    #include <unistd.h>
     static inline void *bpsx_block(size_t size) { void *p = NULL; return posix_memalign(&p, 64, size ? size : 1) ? NULL : p; }
     """
     void *aligned "bpsx_block"(size_t size) nogil
-    ssize_t write(int fd, const void *buf, size_t count) nogil
 
 cdef enum:
     TOKENS = 4096               # messages of one way that have not been returned
@@ -97,8 +95,7 @@ cdef struct State:
     Link *new
     Link *all
     Link *next_to_read
-    Link **peers
-    uint32_t n_peers
+    Peers peers
     uint64_t most_bytes
     int64_t malformed
     uint32_t turn
@@ -127,20 +124,6 @@ cdef inline void set_up(Link *l, char *base, uint64_t n_bytes, uint32_t slot, bi
         l.unused[i] = i
 
 
-cdef inline bint has_room(State *s, uint32_t peer) noexcept nogil:
-    cdef uint32_t wanted
-    cdef Link **grown
-    if peer < s.n_peers:
-        return True
-    wanted = max(peer + 1, s.n_peers * 2)
-    grown = <Link **>realloc(s.peers, wanted * sizeof(Link *))
-    if grown == NULL:
-        return False
-    memset(grown + s.n_peers, 0, (wanted - s.n_peers) * sizeof(Link *))
-    s.peers, s.n_peers = grown, wanted
-    return True
-
-
 cdef inline void take_new(State *s) noexcept nogil:
     """Those that were made since the last look, on another thread."""
     cdef Link *l
@@ -154,8 +137,8 @@ cdef inline void take_new(State *s) noexcept nogil:
     while l != NULL:
         following = l.next
         l.next, s.all = s.all, l
-        if has_room(s, l.peer):
-            s.peers[l.peer] = l
+        if room_for_peer(&s.peers, l.peer):
+            s.peers.at[l.peer] = l
         else:
             l.dead = True
         l = following

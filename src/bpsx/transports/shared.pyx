@@ -20,6 +20,7 @@ from posix.unistd cimport getpid
 
 from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, unlock
 from bpsx.transports.abi cimport Endpoint, Message, done_fn
+from bpsx.transports.peers cimport forget_peers
 from bpsx.transports.neighbour cimport (
     Link, State, drop_link, notice, put, return_token, set_up, slot_bytes, take_entry, take_new, wake_up,
 )
@@ -46,7 +47,7 @@ cdef int shared_send(
     cdef State *s = <State *>self
     cdef Link *l
     take_new(s)
-    l = s.peers[peer] if peer < s.n_peers else NULL
+    l = <Link *>s.peers.at[peer] if peer < s.peers.n else NULL
     if l != NULL and not l.dead:
         notice(s, l)
     if l != NULL and not l.dead and put(s, l, head, head_size, head_done, head_hint, body, body_size, body_done, body_hint):
@@ -346,4 +347,4 @@ cdef class SharedEndpoint:
         while self.state.all != NULL:
             l, self.state.all = self.state.all, self.state.all.next
             free_link(l)
-        free(self.state.peers)
+        forget_peers(&self.state.peers)

@@ -20,16 +20,17 @@ from posix.unistd cimport close as close_descriptor
 from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_init, unlock
 from bpsx.transports.abi cimport Endpoint, Message, done_fn
 from bpsx.transports.connection cimport (
-    EFD_CLOEXEC, EFD_NONBLOCK, EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLLIN, EPOLLOUT, EVENTS, LOOK_EVERY, Connection, Outgoing, Prefix, State, add_lost,
-    epoll_create1, epoll_event, epoll_set, epoll_wait, eventfd, iovec, let_go, lose, make_ready, next_ready, read, take_new, write,
+    EFD_CLOEXEC, EFD_NONBLOCK, EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLLIN, EPOLLOUT, EVENTS, LOOK_EVERY, Connection, Outgoing, Prefix, State,
+    epoll_create1, epoll_event, epoll_set, epoll_wait, eventfd, iovec, let_go, lose, make_ready, next_ready, take_new,
 )
 from bpsx.transports.incoming cimport next_message
+from bpsx.transports.peers cimport add_loss, forget_peers, read, take_losses, write
 from bpsx.transports.outgoing cimport flush, keep, put_rest, send_pieces, size_of, tell_when_writable
 
 from bpsx.config import NO_ENCRYPTION
 from bpsx.errors import TransportError
 from bpsx.transports import gate
-from bpsx.transports.address import is_ipv6, join_host_port, resolve, send_buffer
+from bpsx.transports.address import join_host_port, send_buffer
 
 log = logging.getLogger("bpsx.connections")
 
@@ -45,7 +46,7 @@ cdef int tcp_send(
     cdef ssize_t sent = -1
     cdef Outgoing *o = NULL
     take_new(s)
-    c = s.peers[peer] if peer < s.n_peers else NULL
+    c = <Connection *>s.peers.at[peer] if peer < s.peers.n else NULL
     prefix.head_size, prefix.has_body, prefix.body_size = <uint32_t>head_size, body != NULL, body_size if body != NULL else 0
     if c != NULL and not c.dead:
         sent = 0 if c.first != NULL else send_pieces(c, pieces, put_rest(pieces, &prefix, <char *>head, <char *>body, 0))
@@ -151,18 +152,18 @@ cdef class TcpEndpoint:
 
     def __cinit__(self, *, object send_buffer, double heartbeat_interval, double heartbeat_timeout, bytes secret=b"", bint encrypt=False,
                   int64_t most_bytes=-1, int io_threads=0):
-        self.state.epoll = self.state.wake_fd = self.state.lost_fd = -1
+        self.state.epoll = self.state.wake_fd = self.state.losses.fd = -1
         self.address, self.secret, self.send_buffer, self.rank = "", secret, send_buffer, -1
         self.interval, self.timeout = heartbeat_interval, heartbeat_timeout
         if encrypt:
             raise TransportError(NO_ENCRYPTION)
-        if monitor_init(&self.state.monitor) != 0:
+        if monitor_init(&self.state.monitor) != 0 or monitor_init(&self.state.losses.monitor) != 0:
             raise MemoryError("cannot create a mutex")
         self.state.most_bytes = <uint64_t>most_bytes        # -1: any
         self.state.epoll = epoll_create1(EPOLL_CLOEXEC)
         self.state.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
-        self.state.lost_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
-        if min(self.state.epoll, self.state.wake_fd, self.state.lost_fd) < 0 or epoll_set(
+        self.state.losses.fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+        if min(self.state.epoll, self.state.wake_fd, self.state.losses.fd) < 0 or epoll_set(
                 self.state.epoll, EPOLL_CTL_ADD, self.state.wake_fd, EPOLLIN, NULL) != 0:
             raise OSError("epoll, eventfd: cannot create a descriptor (too many open files?)")
         self.table.self = &self.state
@@ -171,10 +172,7 @@ cdef class TcpEndpoint:
 
     def bind(self, host: str) -> str:
         """Listen on ``host`` at a port that the system chooses; returns and stores ``host:port``."""
-        try:
-            listener = gate.listen(host)
-        except OSError as e:
-            raise TransportError(f"cannot listen on {host}: {e}; name another address with DMLC_NODE_HOST") from e
+        listener = gate.listen(host)
         self.gate = gate.Gate(listener, self.secret, self._take)
         self.address = join_host_port(host, listener.getsockname()[1])
         self._open()
@@ -192,21 +190,13 @@ cdef class TcpEndpoint:
 
     def connect(self, peer: int, address: str) -> None:
         """Reach the lane at ``host:port`` as peer number ``peer`` from now on."""
-        host, _, port = address.rpartition(":")
         try:
-            numeric = resolve(host, int(port))
-            made = sockets.socket(sockets.AF_INET6 if is_ipv6(numeric) else sockets.AF_INET, sockets.SOCK_STREAM)
-        except OSError as e:
-            raise TransportError(f"cannot connect to {address}: {e}") from e
-        try:
-            self._size_buffers(made, numeric)
-            made.settimeout(gate.PATIENCE)
-            made.connect((numeric, int(port)))
-            made.sendall(gate.greeting(self.secret, self.job, address, self.rank))
+            made = gate.dial(address, self.secret, self.job, self.rank, self._size_buffers)
+        except TransportError:
+            raise
         except OSError as e:        # it has been there: whoever watches knows who it was, and that it is gone
             log.warning("cannot connect to %s: %s", address, e)
-            made.close()
-            add_lost(&self.state, peer)
+            add_loss(&self.state.losses, peer)
             return
         self._take(made, peer)
 
@@ -233,17 +223,11 @@ cdef class TcpEndpoint:
 
     def watch(self) -> int:
         """A descriptor that becomes readable when :meth:`lost` has news."""
-        return self.state.lost_fd
+        return self.state.losses.fd
 
     def lost(self) -> list:
         """Peers whose connection has broken since the last call. Any thread."""
-        cdef uint64_t drained = 0
-        read(self.state.lost_fd, &drained, sizeof(drained))
-        lock(&self.state.monitor)
-        found = [self.state.lost[i] for i in range(self.state.n_lost)]
-        self.state.n_lost = 0
-        unlock(&self.state.monitor)
-        return found
+        return take_losses(&self.state.losses)
 
     @property
     def wake_descriptor(self) -> int:
@@ -280,14 +264,13 @@ cdef class TcpEndpoint:
             c, self.state.all = self.state.all, self.state.all.next
             let_go(c)
             free(c)
-        free(self.state.peers)
-        self.state.peers, self.state.n_peers = NULL, 0
+        forget_peers(&self.state.peers)
         self.state.ready_first = self.state.ready_last = NULL
 
     def __dealloc__(self):
         # A done callback that runs at the end may still wake us.
         cdef int fd
-        for fd in (self.state.epoll, self.state.wake_fd, self.state.lost_fd):
+        for fd in (self.state.epoll, self.state.wake_fd, self.state.losses.fd):
             if fd >= 0:
                 close_descriptor(fd)
-        free(self.state.lost)
+        free(self.state.losses.peers)

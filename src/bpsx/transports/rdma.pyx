@@ -1,0 +1,494 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+"""RDMA: reliable connections of an InfiniBand or RoCE adapter, driven by whoever drives the endpoint.
+
+A message is one RDMA WRITE with immediate into memory that the other end has registered, and is read where it lies: header and body arrive behind each
+other, and the immediate says where. Few bytes are sent in the request itself. How room is given out and comes back: ``queue_pair.pxd``.
+
+Connections begin over TCP, with the greeting that ``gate.py`` checks, then both ends say where their queue pair and their inbox are. That connection
+stays: when the other process dies, it says so.
+"""
+import logging
+import struct
+
+from cpython.pycapsule cimport PyCapsule_New
+from libc.stddef cimport size_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from posix.unistd cimport close as close_descriptor
+
+from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, unlock
+from bpsx.transports.abi cimport Endpoint, Message, done_fn
+from bpsx.transports.arrived cimport expect_one, next_message, take_all, take_waiting
+from bpsx.transports.connection cimport (
+    EFD_CLOEXEC, EFD_NONBLOCK, EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLLIN, EVENTS, epoll_create1, epoll_event, epoll_set, epoll_wait, eventfd,
+)
+from bpsx.transports.hca cimport Adapter, Memory, Pair
+from bpsx.transports.peers cimport add_loss, forget_peers, read, room_for_peer, take_losses
+from bpsx.transports.queue_pair cimport (
+    POLLED, SMALL, TOKENS, Connection, Outgoing, State, add_range, let_go, lose, return_token, tell_done, wake_up,
+)
+from bpsx.transports.units cimport units_free, units_init
+from bpsx.transports.verbs cimport ibv_ack_cq_events, ibv_cq, ibv_get_cq_event, ibv_poll_cq, ibv_req_notify_cq, ibv_wc_status_str
+from bpsx.transports.written cimport flush, give_news, has_news, keep, post_message
+
+from bpsx.config import NO_ENCRYPTION
+from bpsx.errors import TransportError
+from bpsx.transports import gate, gids
+from bpsx.transports.address import join_host_port
+from bpsx.transports.hca import PAIR
+
+log = logging.getLogger("bpsx.connections")
+# Magic, the inbox's address, bytes and key, receive requests; then the queue pair.
+_OFFER = struct.Struct("<8sQQII")
+_MAGIC = b"bpsxrdm1"
+
+cdef enum:
+    LOOK_EVERY = 256            # calls of recv, while there is always more: a connection may be gone
+    OUTBOX = 32 << 20
+    LEAST_INBOX = 1 << 20
+
+
+# ---- the data plane
+
+cdef void take_new(State *s) noexcept nogil:
+    """Those that were made since the last look, on another thread."""
+    cdef Connection *c
+    cdef Connection *following
+    if atomic_load(&s.n_new) == 0:
+        return
+    lock(&s.monitor)
+    c, s.new = s.new, NULL
+    atomic_store(&s.n_new, 0)
+    unlock(&s.monitor)
+    while c != NULL:
+        following = c.next
+        c.next, s.all = s.all, c
+        add_range(s, <uint64_t>c.inbox, <uint64_t>c.inbox + c.inbox_bytes, c.small_lkey)
+        if room_for_peer(&s.peers, c.peer) and s.peers.at[c.peer] == NULL and epoll_set(s.epoll, EPOLL_CTL_ADD, c.fd, EPOLLIN, c) == 0:
+            s.peers.at[c.peer] = c
+        else:
+            let_go(c)
+        c = following
+
+
+cdef int rdma_send(
+    void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
+    void *body, size_t body_size, done_fn body_done, void *body_hint,
+) noexcept nogil:
+    cdef State *s = <State *>self
+    cdef Connection *c
+    cdef Outgoing o
+    cdef Outgoing *kept
+    cdef int rc = -1
+    take_new(s)
+    c = <Connection *>s.peers.at[peer] if peer < s.peers.n else NULL
+    o.next, o.head, o.head_size, o.head_done, o.head_hint = NULL, <char *>head, head_size, head_done, head_hint
+    o.body, o.body_size, o.body_done, o.body_hint, o.sent = <char *>body, body_size if body != NULL else 0, body_done, body_hint, 0
+    if c != NULL and not c.dead:
+        rc = post_message(s, c, &o) if c.first == NULL else 0
+    if rc == 0:
+        kept = keep(&o)
+        if kept != NULL:
+            if c.first == NULL:
+                c.first = kept
+            else:
+                c.last.next = kept
+            c.last = kept
+            return 0
+        rc = -1
+    if rc < 0:
+        tell_done(&o)
+        if c != NULL:
+            lose(s, c)
+    return 0 if rc > 0 else -1
+
+
+cdef void look(State *s, int timeout_ms) noexcept nogil:
+    """At what the kernel has to tell: somebody wakes us, there are completions, the other end of a connection is gone."""
+    cdef epoll_event events[EVENTS]
+    cdef uint64_t drained = 0
+    cdef ibv_cq *cq = NULL
+    cdef void *context = NULL
+    cdef Connection *c
+    cdef int i, n
+    s.since = 0
+    n = epoll_wait(s.epoll, events, EVENTS, timeout_ms)
+    for i in range(n):
+        if events[i].data.ptr == NULL:
+            read(s.wake_fd, &drained, sizeof(drained))
+            s.woken = True      # a wait that comes later ends at once
+        elif events[i].data.ptr == s:
+            while ibv_get_cq_event(s.channel, &cq, &context) == 0:
+                ibv_ack_cq_events(cq, 1)
+                c = s.all
+                while c != NULL:
+                    if c.cq == cq:
+                        c.armed = False
+                    c = c.next
+        else:
+            c = <Connection *>events[i].data.ptr
+            c.ends = True       # what it has written before is there already
+            epoll_set(s.epoll, EPOLL_CTL_DEL, c.fd, 0, NULL)
+
+
+cdef int from_one(State *s, Connection *c, Message *m) noexcept nogil:
+    """1: *m is a message of its; 0: there is none, and what waited for room has been posted where there is some."""
+    cdef int got = 1 if take_waiting(c, m) else 0 if c.dead else next_message(s, c, m)
+    if c.dead:
+        return got
+    if got >= 0 and (c.first != NULL and flush(s, c) < 0 or has_news(c, False) and give_news(s, c, False) < 0):
+        if got == 0:
+            got = -1            # else when the message has been read
+    if got < 0:
+        lose(s, c)
+        return 0
+    return got
+
+
+cdef int rdma_receive(void *self, Message *m) noexcept nogil:
+    cdef State *s = <State *>self
+    cdef Connection *first
+    cdef Connection *c
+    take_new(s)
+    s.since += 1
+    if s.since >= LOOK_EVERY:
+        look(s, 0)
+    first = c = s.next_to_read if s.next_to_read != NULL else s.all
+    while c != NULL:
+        if (not c.dead or c.first_waiting != NULL) and from_one(s, c, m):
+            s.next_to_read = c.next
+            return 1
+        c = c.next if c.next != NULL else s.all
+        if c == first:
+            break
+    return 0
+
+
+cdef void rdma_release(void *self, Message *m) noexcept nogil:
+    if m.opaque[1]:
+        free(<void *>m.opaque[1])
+    else:
+        return_token(<Connection *>m.opaque[2], <uint32_t>m.opaque[0], m.head_size + m.body_size)
+
+
+cdef bint is_busy(State *s, Connection *c) noexcept nogil:
+    """Whether there is something to do; if not, completions raise an event from now on."""
+    if c.dead:
+        return c.first_waiting != NULL
+    if c.at_found < c.n_found or c.first_waiting != NULL or (c.n_returned and c.credits and c.send_room):
+        return True
+    if not c.armed:
+        c.armed = ibv_req_notify_cq(c.cq, 0) == 0
+        c.at_found, c.n_found = 0, ibv_poll_cq(c.cq, POLLED, c.found)      # those that came before the request raise none
+        c.n_found = max(c.n_found, 0)       # what has failed will fail again
+        return c.n_found > 0
+    return False
+
+
+cdef void see_to(State *s, Connection *c) noexcept nogil:
+    """Take what has come, post what there is room for, return what is to be returned."""
+    if not c.dead and (take_all(s, c) < 0 or flush(s, c) < 0 or give_news(s, c, True) < 0):
+        lose(s, c)
+
+
+cdef void rdma_wait(void *self, int timeout_ms) noexcept nogil:
+    cdef State *s = <State *>self
+    cdef Connection *c
+    cdef bint busy
+    take_new(s)
+    c = s.all
+    while c != NULL:
+        see_to(s, c)
+        c = c.next
+    busy = s.woken
+    atomic_store(&s.parked, 1)
+    c = s.all
+    while c != NULL:
+        busy |= is_busy(s, c)
+        c = c.next
+    look(s, 0 if busy else timeout_ms)
+    atomic_store(&s.parked, 0)
+    s.woken = False
+    c = s.all
+    while c != NULL:
+        if c.ends:
+            see_to(s, c)
+        c = c.next
+
+
+cdef void rdma_wake(void *self) noexcept nogil:
+    wake_up(<State *>self)
+
+
+# ---- the control plane
+
+cdef class _Link:
+    """What a connection holds of the adapter."""
+    cdef Pair pair
+    cdef Memory inbox           # and behind it the memory of the receive requests
+    cdef Connection *c
+
+    cdef close(self):
+        self.pair.close()
+        self.inbox.close()
+
+
+cdef class RdmaEndpoint:
+    """Connections over RDMA. See :mod:`bpsx.transports.base` for the contract.
+
+    ``depth``: receive requests of a connection; ``sends``: requests under way on it; ``inbox``: bytes that the other end can have written and that have
+    not been read; ``device``, ``gid_index``: see :func:`bpsx.transports.gids.choose`. Raises :class:`~bpsx.errors.TransportError` where there is no adapter.
+
+    Not thread-safe, except :meth:`wake`, :meth:`lost`, and :meth:`close` after the thread that drives it has stopped.
+    """
+    cdef State state
+    cdef Endpoint table
+    cdef object gate
+    cdef bytes secret
+    cdef double interval, timeout
+    cdef object job
+    cdef int rank
+    cdef bint joined
+    cdef readonly str address
+    cdef bint closed
+    cdef str device
+    cdef object gid_index
+    cdef uint32_t depth, sends
+    cdef uint64_t inbox
+    cdef Adapter adapter
+    cdef Memory outbox
+    cdef list links
+
+    def __cinit__(self, *, double heartbeat_interval, double heartbeat_timeout, bytes secret=b"", bint encrypt=False, int64_t most_bytes=-1,
+                  uint32_t depth=512, uint32_t sends=128, uint64_t inbox=64 << 20, str device="", object gid_index=None):
+        self.state.epoll = self.state.wake_fd = self.state.losses.fd = -1
+        self.address, self.secret, self.rank, self.links = "", secret, -1, []
+        self.interval, self.timeout, self.device, self.gid_index = heartbeat_interval, heartbeat_timeout, device, gid_index
+        self.depth, self.sends, self.inbox = depth, sends, max(inbox, <uint64_t>LEAST_INBOX)
+        if encrypt:
+            raise TransportError(NO_ENCRYPTION)
+        gids.ports()            # so that it is said at once when there is none
+        if monitor_init(&self.state.monitor) != 0 or monitor_init(&self.state.losses.monitor) != 0:
+            raise MemoryError("cannot create a mutex")
+        self.state.most_bytes = <uint64_t>most_bytes        # -1: any
+        self.state.epoll = epoll_create1(EPOLL_CLOEXEC)
+        self.state.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+        self.state.losses.fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+        if min(self.state.epoll, self.state.wake_fd, self.state.losses.fd) < 0 or epoll_set(
+                self.state.epoll, EPOLL_CTL_ADD, self.state.wake_fd, EPOLLIN, NULL) != 0:
+            raise OSError("epoll, eventfd: cannot create a descriptor (too many open files?)")
+        self.table.self = &self.state
+        self.table.send, self.table.recv, self.table.release = rdma_send, rdma_receive, rdma_release
+        self.table.wait, self.table.wake = rdma_wait, rdma_wake
+
+    cdef _use_adapter(self, str host):
+        """The one for who has the address ``host``; once."""
+        if self.adapter is not None:
+            return
+        port, gid = gids.choose(host, self.device, self.gid_index)
+        self.adapter = Adapter(port.adapter, port.number, gid.index, gid.value, port.ethernet)
+        log.info("RDMA: %s, GID %d (%s, %s)", port.name, gid.index, gid.address, gid.kind)
+        self.outbox = self.adapter.new_memory(OUTBOX, False)
+        self.state.outbox, self.state.outbox_lkey = self.outbox.at, self.outbox.mr.lkey
+        self.state.channel = self.adapter.channel
+        self.state.most_written = min(self.adapter.most_bytes, <uint64_t>1 << 31)
+        if not units_init(&self.state.here, OUTBOX):
+            raise MemoryError("no memory for the books of the outbox")
+        if epoll_set(self.state.epoll, EPOLL_CTL_ADD, self.adapter.channel.fd, EPOLLIN, &self.state) != 0:
+            raise OSError("epoll: cannot watch the adapter's completions")
+
+    def bind(self, host: str) -> str:
+        """Listen on ``host`` at a port that the system chooses; returns and stores ``host:port``."""
+        self._use_adapter(host)
+        listener = gate.listen(host)
+        self.gate = gate.Gate(listener, self.secret, self._meet)
+        self.address = join_host_port(host, listener.getsockname()[1])
+        self._open()
+        return self.address
+
+    def join(self, job: int, rank: int) -> None:
+        """The job's number, and the rank under which lanes shall know this endpoint; before :meth:`connect` and the first message. A lane lets
+        workers in from now on."""
+        self.job, self.rank, self.joined = job, rank, True
+        self._open()
+
+    def _open(self):
+        if self.gate is not None and self.joined and self.address:
+            self.gate.open(self.job, self.address)
+
+    def connect(self, peer: int, address: str) -> None:
+        """Reach the lane at ``host:port`` as peer number ``peer`` from now on."""
+        cdef _Link link = None
+        made = None
+        try:
+            made = gate.dial(address, self.secret, self.job, self.rank)
+            self._use_adapter(made.getsockname()[0])
+            link = self._new_link(peer)
+            made.sendall(self._offer(link))
+            self._accept(link, _hear(made))
+        except TransportError:
+            if made is not None:
+                made.close()
+            raise
+        except OSError as e:        # it has been there: whoever watches knows who it was, and that it is gone
+            log.warning("cannot connect to %s: %s", address, e)
+            if made is not None:
+                made.close()
+            add_loss(&self.state.losses, peer)
+            return
+        self._use(link, made)
+
+    def _meet(self, made, rank: int) -> None:
+        """A lane's part, on the gate's thread."""
+        cdef _Link link
+        try:
+            made.settimeout(gate.PATIENCE)
+            said = _hear(made)
+            link = self._new_link(rank)
+            self._accept(link, said)
+            made.sendall(self._offer(link))
+        except (OSError, MemoryError) as e:     # TransportError is an OSError
+            log.warning("no RDMA connection with worker %d: %s", rank, e)
+            made.close()
+            add_loss(&self.state.losses, rank)
+            return
+        self._use(link, made)
+
+    cdef _Link _new_link(self, uint32_t peer):
+        cdef _Link link = _Link.__new__(_Link)
+        cdef Connection *c
+        link.inbox = self.adapter.new_memory(self.inbox + self.depth * SMALL, True)
+        link.pair = self.adapter.new_pair(self.sends, self.depth)
+        c = link.c = <Connection *>calloc(1, sizeof(Connection))
+        if c == NULL or monitor_init(&c.monitor) != 0:
+            free(c)
+            raise MemoryError("no memory for a connection")
+        self.links.append(link)     # which has it freed
+        c.state, c.peer, c.fd, c.qp, c.cq, c.mapped = &self.state, peer, -1, link.pair.qp, link.pair.cq, True
+        c.inbox, c.inbox_bytes, c.small = link.inbox.at, self.inbox, link.inbox.at + self.inbox
+        c.small_lkey, c.depth, c.send_room, c.most_inline = link.inbox.mr.lkey, self.depth, self.sends, link.pair.most_inline
+        c.n_unused = TOKENS
+        for i in range(TOKENS):
+            c.unused[i] = <int>i
+        return link
+
+    cdef bytes _offer(self, _Link link):
+        return _OFFER.pack(_MAGIC, <uint64_t>link.inbox.at, self.inbox, link.inbox.mr.rkey, self.depth) + link.pair.describe()
+
+    cdef _accept(self, _Link link, bytes said):
+        cdef Connection *c = link.c
+        cdef uint64_t nbytes
+        cdef uint32_t i
+        magic, c.remote, nbytes, c.rkey, c.remote_depth = _OFFER.unpack_from(said)
+        if magic != _MAGIC or nbytes < LEAST_INBOX or c.remote_depth < 16:
+            raise TransportError("the other end speaks another version of this, or another protocol")
+        if not units_init(&c.there, nbytes):
+            raise MemoryError("no memory for the books of an inbox")
+        c.credits = c.remote_depth
+        link.pair.meet(said[_OFFER.size:])
+        for i in range(self.depth):
+            if not expect_one(c, i):
+                raise TransportError(f"{self.adapter.name}: receive request {i} of {self.depth} is refused: lower BYTEPS_RDMA_RX_DEPTH")
+
+    cdef _use(self, _Link link, object made):
+        """From now on. Any thread."""
+        cdef Connection *c = link.c
+        gate.prepare(made, self.interval, self.timeout)
+        c.fd = made.detach()
+        lock(&self.state.monitor)
+        c.next, self.state.new = self.state.new, c
+        atomic_store(&self.state.n_new, 1)
+        unlock(&self.state.monitor)
+        wake_up(&self.state)
+
+    def watch(self) -> int:
+        """A descriptor that becomes readable when :meth:`lost` has news."""
+        return self.state.losses.fd
+
+    def lost(self) -> list:
+        """Peers whose connection has broken since the last call. Any thread."""
+        cdef Connection *c
+        found = take_losses(&self.state.losses)
+        for peer in found:
+            c = self.state.all
+            while c != NULL:
+                if <long>c.peer == peer and c.why:
+                    log.warning("the RDMA connection with peer %d broke: %s", peer, ibv_wc_status_str(c.why).decode())
+                c = c.next
+        return found
+
+    @property
+    def wake_descriptor(self) -> int:
+        """What :meth:`wake` writes to."""
+        return self.state.wake_fd
+
+    @property
+    def refused(self) -> int:
+        """Connections turned away because they did not know the secret."""
+        return 0 if self.gate is None else self.gate.refused
+
+    @property
+    def malformed(self) -> int:
+        """Messages that made no sense; their connections were closed."""
+        return atomic_load(&self.state.malformed)
+
+    def abi(self):
+        """The data plane: a capsule with the C :c:struct:`Endpoint`, valid as long as this object."""
+        return PyCapsule_New(&self.table, b"bpsx.Endpoint", NULL)
+
+    def wake(self) -> None:
+        wake_up(&self.state)
+
+    def close(self) -> None:
+        """Drop what is unsent, run every outstanding done callback, free everything. Idempotent."""
+        cdef _Link link
+        if self.closed:
+            return
+        self.closed = True
+        if self.gate is not None:
+            self.gate.close()
+        take_new(&self.state)
+        for link in self.links:
+            if not link.c.dead:
+                let_go(link.c)
+            lock(&link.c.monitor)
+            link.c.mapped = False       # messages that are released later are nobody's
+            unlock(&link.c.monitor)
+            if link.c.fd >= 0:
+                close_descriptor(link.c.fd)
+            link.c.fd = -1
+            link.close()
+        if self.outbox is not None:
+            self.outbox.close()
+        if self.adapter is not None:
+            self.adapter.close()
+        forget_peers(&self.state.peers)
+
+    def __dealloc__(self):
+        cdef int fd
+        cdef _Link link
+        cdef Message unread
+        # A done callback that runs at the end may still wake us, and messages be released.
+        for fd in (self.state.epoll, self.state.wake_fd, self.state.losses.fd):
+            if fd >= 0:
+                close_descriptor(fd)
+        for link in self.links:
+            while take_waiting(link.c, &unread):
+                rdma_release(&self.state, &unread)
+            units_free(&link.c.there)
+            monitor_destroy(&link.c.monitor)
+            free(link.c)
+        units_free(&self.state.here)
+        free(self.state.ranges)
+        free(self.state.losses.peers)
+
+
+def _hear(made) -> bytes:
+    """The other end's offer. Raises OSError."""
+    said = b""
+    while len(said) < _OFFER.size + PAIR.size:
+        got = made.recv(_OFFER.size + PAIR.size - len(said))
+        if not got:
+            raise ConnectionError("it has hung up: its own log says why")
+        said += got
+    return said

@@ -1,0 +1,239 @@
+# What a connection over RDMA says: posted where there is room, kept by reference where there is none.
+#
+# A message needs a credit, room in the send queue, units of the other's inbox and, for what does not lie in registered memory, of our outbox. All of
+# that comes back by itself but inboxes' units, which the other may hold for long: the first push of a round is where the sum is made. So once half of
+# an inbox is in use the other is asked to copy what it keeps. Then no more than half is ever held, and where the rest has no room in one piece, the
+# message goes in several, which are never held.
+from libc.stddef cimport size_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memset
+
+from bpsx.core.sync cimport atomic_load, atomic_store, lock, unlock
+from bpsx.transports.queue_pair cimport (
+    FROM_UNIT, NO_TOKEN, PIECE, RESERVED, RETURNED, RETURNS, SMALL, WHOLE, Connection, Outgoing, Prefix, Sent, State, before_body, find_range, tell_done,
+)
+from bpsx.transports.units cimport UNIT, give_units, longest_run, take_units, units_for
+from bpsx.transports.verbs cimport IBV_SEND_INLINE, ibv_sge, post
+
+
+cdef inline void put_prefix(Connection *c, Prefix *p, Outgoing *o, uint8_t kind) noexcept nogil:
+    """All but where it lies; with what we have to return."""
+    cdef int64_t i
+    memset(p, 0, sizeof(Prefix))
+    p.kind, p.token = kind, NO_TOKEN
+    if o != NULL:
+        p.head_size, p.has_body, p.body_size = <uint32_t>o.head_size, o.body != NULL, o.body_size
+    p.credits, c.consumed = c.consumed, 0
+    if atomic_load(&c.n_returned) == 0:
+        return
+    lock(&c.monitor)
+    p.n_returned = <uint8_t>min(c.n_returned, <int64_t>RETURNED)
+    for i in range(p.n_returned):
+        p.returned[i] = c.returned[c.n_returned - 1 - i]
+    atomic_store(&c.n_returned, c.n_returned - p.n_returned)
+    if c.n_returned == 0:
+        c.returned_bytes = 0
+    unlock(&c.monitor)
+
+
+cdef inline char *place_for(State *s, Connection *c, uint32_t n, char *own, uint64_t *number) noexcept nogil:
+    """Where to put what is sent: ``own``, and it travels in the request, where the card takes so much; else in the outbox. NULL: there is no room.
+    *number: the request's."""
+    cdef int64_t here
+    number[0] = NO_TOKEN
+    if n <= c.most_inline:
+        return own
+    here = take_units(&s.here, 1)
+    if here < 0:
+        return NULL
+    number[0] = FROM_UNIT | <uint64_t>here
+    return s.outbox + here * UNIT
+
+
+cdef inline int send_out(State *s, Connection *c, char *said, uint32_t n, uint64_t number) noexcept nogil:
+    """1, or -1: the connection is broken."""
+    cdef ibv_sge piece
+    piece.addr, piece.length, piece.lkey = <uint64_t>said, n, s.outbox_lkey
+    if post(c.qp, number, &piece, 1, IBV_SEND_INLINE if number == NO_TOKEN else 0, 0, 0, 0) != 0:
+        return -1
+    c.credits -= 1
+    c.send_room -= 1
+    return 1
+
+
+cdef inline int post_small(State *s, Connection *c, Outgoing *o) noexcept nogil:
+    cdef char own[SMALL]
+    cdef uint32_t n = <uint32_t>(sizeof(Prefix) + o.head_size + o.body_size)
+    cdef uint64_t number = 0
+    cdef char *said = place_for(s, c, n, own, &number)
+    if said == NULL:
+        return 0
+    put_prefix(c, <Prefix *>said, o, WHOLE)
+    memcpy(said + sizeof(Prefix), o.head, o.head_size)
+    if o.body_size:
+        memcpy(said + sizeof(Prefix) + o.head_size, o.body, o.body_size)
+    if send_out(s, c, said, n, number) < 0:
+        return -1
+    tell_done(o)
+    return 1
+
+
+cdef inline Sent *take_room(State *s, Connection *c, uint32_t n_there, uint32_t n_here, uint32_t *token) noexcept nogil:
+    """A token with so many units at both ends; NULL: there is no room."""
+    cdef int64_t there, here
+    cdef Sent *sent
+    if c.n_unused == 0:
+        return NULL
+    there = take_units(&c.there, n_there)
+    if there < 0:
+        return NULL
+    here = take_units(&s.here, n_here)
+    if here < 0:
+        give_units(&c.there, <uint32_t>there, n_there)
+        return NULL
+    c.n_unused -= 1
+    token[0] = c.unused[c.n_unused]
+    sent = &c.sent[token[0]]
+    memset(sent, 0, sizeof(Sent))
+    sent.used, sent.there, sent.n_there, sent.here, sent.n_here = True, <uint32_t>there, n_there, <uint32_t>here, n_here
+    return sent
+
+
+cdef inline int write_out(State *s, Connection *c, Sent *sent, uint32_t token, ibv_sge *pieces, int n) noexcept nogil:
+    if post(c.qp, token, pieces, n, 0, c.remote + <uint64_t>sent.there * UNIT, c.rkey, sent.there) != 0:
+        return -1
+    c.credits -= 1
+    c.send_room -= 1
+    return 1
+
+
+cdef inline int post_whole(State *s, Connection *c, Outgoing *o) noexcept nogil:
+    """1: posted; 0: there is no room; -1: the connection is broken."""
+    cdef uint64_t begin = before_body(o.head_size)
+    cdef ibv_sge pieces[2]
+    cdef uint32_t token = 0, lkey = 0
+    cdef bint registered = o.body_size and find_range(s, o.body, o.body_size, &lkey)
+    cdef Sent *sent = take_room(s, c, units_for(begin + o.body_size), units_for(begin + (0 if registered else o.body_size)), &token)
+    cdef char *here
+    cdef Prefix *p
+    if sent == NULL:
+        return 0
+    here = s.outbox + <uint64_t>sent.here * UNIT
+    p = <Prefix *>here
+    put_prefix(c, p, o, WHOLE)
+    p.token, p.tight = token, c.there.used > c.there.n // 2
+    memcpy(here + sizeof(Prefix), o.head, o.head_size)
+    pieces[0].addr, pieces[0].length, pieces[0].lkey = <uint64_t>here, <uint32_t>begin, s.outbox_lkey
+    if registered:
+        pieces[1].addr, pieces[1].length, pieces[1].lkey = <uint64_t>o.body, <uint32_t>o.body_size, lkey
+    elif o.body_size:
+        memcpy(here + begin, o.body, o.body_size)
+        pieces[0].length += <uint32_t>o.body_size
+    sent.what = o[0]
+    return write_out(s, c, sent, token, pieces, 2 if registered else 1)
+
+
+cdef inline void copy_piece(char *to, Outgoing *o, uint64_t n) noexcept nogil:
+    """The next n bytes of head and body together."""
+    cdef uint64_t of_head = min(n, o.head_size - o.sent) if o.sent < o.head_size else 0
+    memcpy(to, o.head + o.sent, of_head)
+    if n > of_head:
+        memcpy(to + of_head, o.body + (o.sent + of_head - o.head_size), n - of_head)
+
+
+cdef inline int post_piece(State *s, Connection *c, Outgoing *o) noexcept nogil:
+    """The same of as much as there is room for, at most an eighth of what there could be."""
+    cdef uint32_t most = min(min(longest_run(&c.there), longest_run(&s.here)), min(c.there.n, s.here.n) // 8)
+    cdef uint64_t left = o.head_size + o.body_size - o.sent
+    cdef uint32_t token = 0
+    cdef Sent *sent
+    cdef Prefix *p
+    cdef ibv_sge piece
+    if most == 0:
+        return 0
+    left = min(left, <uint64_t>most * UNIT - sizeof(Prefix))
+    sent = take_room(s, c, units_for(sizeof(Prefix) + left), units_for(sizeof(Prefix) + left), &token)
+    if sent == NULL:
+        return 0
+    p = <Prefix *>(s.outbox + <uint64_t>sent.here * UNIT)
+    put_prefix(c, p, o, PIECE)
+    p.token, p.begin, p.length = token, o.sent, <uint32_t>left
+    copy_piece(<char *>(p + 1), o, left)
+    o.sent += left
+    piece.addr, piece.length, piece.lkey = <uint64_t>p, <uint32_t>(sizeof(Prefix) + left), s.outbox_lkey
+    if o.sent == o.head_size + o.body_size:
+        sent.what = o[0]        # the pieces before are written before
+        return write_out(s, c, sent, token, &piece, 1)
+    return -1 if write_out(s, c, sent, token, &piece, 1) < 0 else 2
+
+
+cdef inline bint has_room(Connection *c) noexcept nogil:
+    return c.credits > RESERVED and c.send_room > RESERVED
+
+
+cdef inline int post_message(State *s, Connection *c, Outgoing *o) noexcept nogil:
+    """1: it is posted, and told of when the card is done with it; 0: not, or not all; -1: the connection is broken."""
+    cdef int rc = 0
+    cdef uint32_t wanted
+    if not has_room(c):
+        return 0
+    if o.sent == 0:
+        if sizeof(Prefix) + o.head_size + o.body_size <= SMALL:
+            return post_small(s, c, o)
+        wanted = units_for(before_body(o.head_size) + o.body_size)
+        if wanted <= min(c.there.n, s.here.n) // 4 and wanted <= s.most_written // UNIT:
+            rc = post_whole(s, c, o)
+            # What is not held comes back, and then there may be room.
+            if rc or c.there.used > c.there.n // 2 or longest_run(&c.there) >= wanted:
+                return rc
+    while has_room(c):
+        rc = post_piece(s, c, o)
+        if rc != 2:
+            return rc
+    return 0
+
+
+cdef inline Outgoing *keep(Outgoing *o) noexcept nogil:
+    """For later. A head that stays the caller's is copied."""
+    cdef Outgoing *kept = <Outgoing *>malloc(sizeof(Outgoing) + (o.head_size if o.head_done == NULL else 0))
+    if kept == NULL:
+        return NULL
+    kept[0] = o[0]
+    if o.head_done == NULL:
+        kept.head = <char *>(kept + 1)
+        memcpy(kept.head, o.head, o.head_size)
+    return kept
+
+
+cdef inline int flush(State *s, Connection *c) noexcept nogil:
+    """Post what waits. -1: the connection is broken."""
+    cdef Outgoing *o
+    cdef int rc
+    while c.first != NULL:
+        rc = post_message(s, c, c.first)
+        if rc <= 0:
+            return rc
+        o, c.first = c.first, c.first.next
+        free(o)
+    c.last = NULL
+    return 0
+
+
+cdef inline bint has_news(Connection *c, bint all_of_it) noexcept nogil:
+    return c.consumed >= c.depth // 4 or c.n_returned >= RETURNED or (c.n_returned and (all_of_it or c.returned_bytes >= c.inbox_bytes // 8))
+
+
+cdef inline int give_news(State *s, Connection *c, bint all_of_it) noexcept nogil:
+    """Return what is many, or, with ``all_of_it``, whatever there is; and say how many requests were posted. -1: the connection is broken."""
+    cdef Prefix own
+    cdef uint64_t number = 0
+    cdef char *said
+    while has_news(c, all_of_it) and c.credits and c.send_room:
+        said = place_for(s, c, sizeof(Prefix), <char *>&own, &number)
+        if said == NULL:
+            return 0
+        put_prefix(c, <Prefix *>said, NULL, RETURNS)
+        if send_out(s, c, said, sizeof(Prefix), number) < 0:
+            return -1
+    return 0
