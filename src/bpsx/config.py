@@ -43,7 +43,7 @@ _ROLES = ("worker", "server", "scheduler")
 _HASHES = ("balanced", "naive", "built_in", "djb2", "sdbm")
 _LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 #: Values of DMLC_ENABLE_RDMA -> name of the transport.
-TRANSPORT_NAMES = {"0": "zeromq", "zmq": "zeromq", "zeromq": "zeromq", "tcp": "tcp", "1": "rdma", "ibverbs": "rdma"}
+TRANSPORT_NAMES = {"0": "zeromq", "zmq": "zeromq", "zeromq": "zeromq", "tcp": "tcp", "1": "rdma", "ibverbs": "rdma", "rdma": "rdma"}
 NO_ENCRYPTION = "BPSX_ENCRYPT=1: plain sockets and RDMA (DMLC_ENABLE_RDMA=tcp, 1) do not encrypt; ZeroMQ does: DMLC_ENABLE_RDMA=0"
 #: Worker processes in a job: a server keeps a record of each for every partition.
 MOST_WORKERS = 65535
@@ -90,7 +90,7 @@ OPTIONS: tuple[Option, ...] = (
            "scheduler is reached.", _JOB),
     Option("interface", "DMLC_INTERFACE", str, "", "interface name", "Take the own address from this interface; DMLC_NODE_HOST wins.", _JOB),
     Option("transport", "DMLC_ENABLE_RDMA", choice(*TRANSPORT_NAMES), "0", " | ".join(TRANSPORT_NAMES),
-           "Transport between workers and servers: 0 and zmq are TCP through ZeroMQ, tcp is TCP through plain sockets, 1 and ibverbs are RDMA. "
+           "Transport between workers and servers: 0 and zmq are TCP through ZeroMQ, tcp is TCP through plain sockets, 1, ibverbs and rdma are RDMA. "
            "See docs/rdma.md.", _JOB),
     Option("ipc", "BYTEPS_ENABLE_IPC", flag, True, FLAG,
            "Workers and servers of one machine, user and job exchange partitions through shared memory, and the transport carries the rest.", _JOB),

@@ -1,0 +1,137 @@
+"""Whole jobs over RDMA: where there is an adapter (tests/machine has an emulated machine with one), and where there is none."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from bpsx.errors import TransportError
+from bpsx.transports import gids
+from cluster.test_failures import _STEPPING, caught, started
+from cluster.test_sums import SUMS
+from jobs import Job, run
+
+
+def why_not() -> str:
+    """Why there is no RDMA here; empty: there is."""
+    if importlib.util.find_spec("bpsx.transports.rdma") is None:
+        return "bpsx was built without libibverbs' headers"
+    try:
+        gids.ports()
+    except TransportError as e:
+        return str(e)
+    return ""
+
+
+WHY_NOT = why_not()
+with_rdma = pytest.mark.skipif(bool(WHY_NOT), reason=f"no RDMA here: {WHY_NOT}")
+RDMA = {"DMLC_ENABLE_RDMA": "1", "BPSX_RDMA_INBOX_MB": "8"}
+
+# Two layers, plain NumPy: what a framework's plugin would push.
+TRAINING = """
+import bpsx, hashlib, numpy as np
+bpsx.init()
+rng = np.random.default_rng(bpsx.rank())
+weights = {"w1": np.random.default_rng(7).normal(size=(300, 200)), "w2": np.random.default_rng(8).normal(size=(200, 10))}
+weights = {name: (w / np.sqrt(w.shape[0])).astype(np.float32) for name, w in weights.items()}
+teacher = np.random.default_rng(9).normal(size=(300, 10)).astype(np.float32) / 17
+losses = []
+for step in range(20):
+    x = rng.normal(size=(64, 300)).astype(np.float32)
+    hidden = np.maximum(x @ weights["w1"], 0)
+    error = hidden @ weights["w2"] - x @ teacher
+    losses.append(float((error ** 2).mean()))
+    back = error @ weights["w2"].T * (hidden > 0)
+    gradients = {"w2": hidden.T @ error, "w1": x.T @ back}
+    handles = {name: bpsx.push_pull_async(g / 64, name=name, average=True) for name, g in gradients.items()}
+    for name, handle in handles.items():
+        weights[name] -= np.float32(0.03) * handle.wait()
+report([losses[0], losses[-1]])
+report(hashlib.sha256(b"".join(w.tobytes() for w in weights.values())).hexdigest())
+"""
+
+
+@with_rdma
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_sums_of_all_sizes(lanes: int) -> None:
+    """The last is larger than an inbox, in one partition; with two lanes partitions are of a page."""
+    cases = [(dtype, n, n % 2) for dtype in ("float32", "float16") for n in (0, 1, 1023, 20_000)]
+    cases += [("float32", 3_000_000, 1)] if lanes == 1 else []
+    found = run(SUMS, 2, 1, env={**RDMA, "CASES": json.dumps(cases), "BYTEPS_SERVER_ENGINE_THREAD": str(lanes),
+                                 "BYTEPS_PARTITION_BYTES": str(64 << 20 if lanes == 1 else 4096)})
+    assert found[0] == found[1] and len(found[0]) == len(cases)
+
+
+@with_rdma
+def test_training_ends_in_the_same_weights_as_over_tcp() -> None:
+    (one, other), (by_tcp, _) = run(TRAINING, env=RDMA), run(TRAINING, env={"DMLC_ENABLE_RDMA": "tcp"})
+    assert one[0][1] < 0.8 * one[0][0] and one[1] == other[1] == by_tcp[1]
+
+
+@with_rdma
+@pytest.mark.parametrize("who", ["worker", "server"])
+def test_a_death_is_named(who: str) -> None:
+    with Job(_STEPPING, workers=2, servers=2, env=RDMA) as job:
+        started(job)
+        victim = job.workers[1] if who == "worker" else job.servers[0]
+        victim.signal(signal.SIGKILL)
+        for worker in job.workers[:1 if who == "worker" else 2]:
+            assert worker.wait() == 7
+            kind, text = caught(worker)
+            assert kind == "PeerLostError" and who in text and f"pid {victim.popen.pid}" in text, text
+
+
+@with_rdma
+def test_too_little_memory_that_may_be_locked_is_said_with_the_limit() -> None:
+    """By a worker; of a user without the right to lock more, which root has."""
+    source = """
+        import bpsx, resource
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))
+        try:
+            bpsx.init()
+        except bpsx.TransportError as e:
+            report(str(e))
+            sys.exit(7)
+    """
+    with _Unprivileged(source, workers=1, servers=1, env={**RDMA, "BYTEPS_FORCE_DISTRIBUTED": "1"}) as job:
+        assert job.workers[0].wait() == 7
+        said = job.workers[0].reports()[-1]
+        assert re.search(r"KiB of memory cannot be registered: .*lock 1024 KiB in all \(ulimit -l\): raise .*BPSX_RDMA_INBOX_MB", said), said
+
+
+class _Unprivileged(Job):
+    def command(self, name: str, words: list[str]) -> list[str]:
+        return ["setpriv", "--bounding-set", "-ipc_lock", "--inh-caps", "-ipc_lock", *words] if name.startswith("worker") else words
+
+
+@with_rdma
+def test_an_adapter_that_is_not_there_is_named_with_those_that_are() -> None:
+    done = _alone(BPSX_RDMA_DEVICE="mlx5_9")
+    assert done.returncode == 1 and "BPSX_RDMA_DEVICE=mlx5_9: no active port of that name; there are: " in done.stderr, done.stderr
+
+
+def _alone(**more: str) -> subprocess.CompletedProcess[str]:
+    """A server that is asked for RDMA, with a scheduler."""
+    job = Job("", workers=1, servers=1)
+    try:
+        job.start_scheduler()
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_", "PS_"))}
+        env = {**clean, "DMLC_ROLE": "server", "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": job.port, "DMLC_NUM_WORKER": "1",
+               "DMLC_NUM_SERVER": "1", "DMLC_ENABLE_RDMA": "1", "BYTEPS_FORCE_DISTRIBUTED": "1", **more}
+        return subprocess.run([sys.executable, "-m", "bpsx.server"], env=env, capture_output=True, text=True, timeout=120, check=False)
+    finally:
+        job.__exit__()
+
+
+@pytest.mark.skipif(not WHY_NOT, reason="there is RDMA here")
+def test_without_an_adapter_that_is_said() -> None:
+    done = _alone()
+    assert done.returncode == 1 and re.search("there is no RDMA adapter on this machine|bpsx was built without RDMA", done.stderr), done.stderr
+    assert "Traceback" not in done.stderr

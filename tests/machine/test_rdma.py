@@ -1,0 +1,43 @@
+"""RDMA, in a virtual machine that has a software adapter: the suites that need one run in there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from machine.emulated import Finished, MachineError, NoPackages, run, why_not
+
+_WHY_NOT = why_not()
+pytestmark = [pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT), pytest.mark.timeout(600)]
+_SUITES = ["tests/conformance/test_transports.py", "tests/cluster/test_rdma.py"]
+
+
+def in_machine(*words: str, timeout: float = 540, device: bool = True, environment: Mapping[str, str] | None = None) -> Finished:
+    """What came of a Python command there."""
+    try:
+        return run(shlex.join([sys.executable, *words]), timeout=timeout, device=device, memory_mb=4096, environment=environment)
+    except NoPackages as e:
+        pytest.skip(str(e))
+
+
+def test_the_suites_that_need_an_adapter_pass() -> None:
+    """All transports' conformance; sums, training, deaths, limits in whole jobs."""
+    done = in_machine("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "rdma", "--timeout", "240", *_SUITES)
+    assert done.status == 0, done.output[-6000:]
+    passed = re.search(r"(\d+) passed, 1 skipped", done.output)      # of a machine without
+    assert passed and int(passed[1]) >= 50, done.output[-3000:]
+
+
+def test_a_machine_without_an_adapter() -> None:
+    """Whose kernel knows RDMA."""
+    done = in_machine("-c", "from bpsx.transports.rdma import RdmaEndpoint; RdmaEndpoint(heartbeat_interval=5, heartbeat_timeout=30)", device=False)
+    assert done.status == 1 and "TransportError: there is no RDMA adapter on this machine" in done.output, done.output
+
+
+def test_a_machine_that_does_not_end_is_ended() -> None:
+    with pytest.raises(MachineError, match="has not ended after 15"):
+        in_machine("-c", "import time; print('here', flush=True); time.sleep(1000)", timeout=15)
