@@ -17,6 +17,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import bpsx.mxnet as bps
+from bpsx.api import session
 
 import mxnet as mx  # isort: skip
 from mxnet import autograd, gluon  # isort: skip
@@ -59,6 +60,9 @@ def network() -> gluon.HybridBlock:
 def main() -> int:
     args = options()
     bps.init()
+    if session().config.asynchronous:
+        sys.exit("digits.py: losses and weights are averaged with byteps_push_pull, which with BYTEPS_ENABLE_ASYNC=1 adds to the servers' value: "
+                 "leave that out")
     rank, size = bps.rank(), bps.size()
     x, y, test_x, test_y = data()
     mx.random.seed(rank)

@@ -37,3 +37,8 @@ def test_a_script_for_byteps_trains_with_the_import_changed_and_put_first() -> N
     weights = dict(re.findall(r"worker (\d): weights add up to (\S+)", output))
     assert len(losses) == 4 and losses[-1] < 0.7 * losses[0], output
     assert sorted(weights) == ["0", "1"] and weights["0"] == weights["1"], output
+
+
+def test_digits_refuses_what_it_does_not_show() -> None:
+    status, output = launch([sys.executable, str(EXAMPLES / "digits.py")], 2, 1, BYTEPS_ENABLE_ASYNC="1")
+    assert status == 1 and "with BYTEPS_ENABLE_ASYNC=1 adds to the servers' value: leave that out" in output, output[-3000:]

@@ -224,7 +224,7 @@ bps.init()
 rank, old = bps.rank(), os.environ.get("NEW") is None
 net = gluon.nn.Dense(2, in_units=3, use_bias=False, prefix="grows_")
 net.initialize(mx.init.Constant(rank + 1))
-trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
+trainer = bps.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 1.0, "momentum": 0.5})
 def step():
     with autograd.record():
         loss = net(mx.nd.ones((1, 3))).sum()
@@ -247,7 +247,7 @@ bps.shutdown()
 
 
 @pytest.mark.parametrize("parts", ["", "1"], ids=["step", "parts"])
-def test_a_worker_that_comes_later_gets_the_weights(parts: str) -> None:
+def test_a_worker_that_comes_later_gets_weights_and_momentum(parts: str) -> None:
     with Job(GROWS, workers=2, servers=1, env={"PARTS": parts}) as job:
         for worker in job.workers:
             worker.wait_for_line("suspended")
@@ -255,7 +255,7 @@ def test_a_worker_that_comes_later_gets_the_weights(parts: str) -> None:
         job.start_worker(2, "import os\nos.environ['NEW'] = '1'\n" + GROWS)
         for worker in job.workers[:2]:
             worker.say("go")
-        assert [reports[-1] for reports in job.results()] == [6 - 2 * 6.0] * 3
+        assert [reports[-1] for reports in job.results()] == [6 - 6 * (1 + 1.5)] * 3
 
 
 def test_memory_stays_flat() -> None:

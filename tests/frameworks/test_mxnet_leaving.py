@@ -164,6 +164,16 @@ bps.barrier()
     assert status == 1 and re.search(UNHEARD, output), output[-2000:]
 
 
+def test_a_status_of_the_scripts_own_stays() -> None:
+    status, _, output = run("""
+bps.init()
+bps.byteps_push_pull(mx.nd.ones((3 + bps.rank(),)), name="x")
+bps.barrier()
+sys.exit(3)
+""")
+    assert status == 3 and re.search(UNHEARD, output), output[-2000:]
+
+
 def test_ctrl_c_while_the_end_waits_for_the_engine() -> None:
     """The others hear of it, and nobody ends as if all were well."""
     with Job(HEAD + """

@@ -1,0 +1,65 @@
+"""What the workers of test_mxnet_alike.py do: optimizers that remember, after join(); half precision with a scaled loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, gluon
+
+import bpsx.mxnet as bps
+
+CASES: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer": "sgd", "optimizer_params": {"learning_rate": 0.1, "momentum": 0.9}},
+    "adam": {"optimizer": "adam", "optimizer_params": {"learning_rate": 0.01}},
+    "half": {"optimizer": "sgd", "optimizer_params": {"learning_rate": 0.1, "momentum": 0.9, "multi_precision": True}},
+    "decay": {"optimizer": "sgd", "optimizer_params": {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.1},
+              "compression_params": {"compressor": "onebit", "momentum": "nesterov"}},
+}
+
+
+def _steps(net: Any, trainer: Any, first: int, last: int, mine: bool) -> None:
+    """``mine``: with data of one's own."""
+    for step in range(first, last):
+        x = np.random.default_rng([step, bps.rank() if mine else 0]).normal(size=(4, 3))
+        with autograd.record():
+            loss = (net(mx.nd.array(x, dtype=net.weight.dtype)) ** 2).sum()
+        loss.backward()
+        trainer.step(4)
+
+
+def job_join() -> Any:
+    """Worker 1 joins after two steps, worker 0 goes on for three; then both go on, from what worker 0 has."""
+    found = {}
+    for case, options in CASES.items():
+        net = gluon.nn.Dense(2, in_units=3, use_bias=False, prefix=f"{case}_")
+        net.cast("float16" if case == "half" else "float32")
+        net.initialize(mx.init.Xavier())
+        trainer = bps.DistributedTrainer(net.collect_params(), **options)
+        _steps(net, trainer, 0, 2 if bps.rank() else 5, True)
+        last = bps.join()
+        bps.broadcast_parameters(net.collect_params(), root_rank=last)
+        bps.broadcast_optimizer_state(trainer, root_rank=last)
+        before = net.weight.data().asnumpy()
+        _steps(net, trainer, 5, 8, True)
+        found[case] = last, before, net.weight.data().asnumpy(), trainer._optimizer.num_update
+    return found
+
+
+def job_half() -> Any:
+    """Gradients that half precision has only because the loss is scaled: (weights, what they should be)."""
+    wanted = np.array([1e-4, 2e-6, 1e-7])
+    found = {}
+    for scale, batch in ((1024.0, 64), (8192.0, 8)):
+        parameter = gluon.Parameter(f"half{int(scale)}_weight", shape=(3,), dtype="float16", init=mx.init.Zero())
+        parameter.initialize()
+        optimizer = mx.optimizer.SGD(learning_rate=1.0, multi_precision=True, rescale_grad=1 / scale)
+        trainer = bps.DistributedTrainer([parameter], optimizer)
+        for _ in range(2):
+            with autograd.record():
+                loss = (parameter.data() * mx.nd.array(wanted * batch * scale, dtype="float16")).sum()
+            loss.backward()
+            trainer.step(batch)
+        found[scale] = trainer._updaters[0].states[0][1].asnumpy(), -2 * wanted
+    return found

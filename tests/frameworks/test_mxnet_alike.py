@@ -1,0 +1,77 @@
+"""Workers stay alike where optimizers remember; what a worker alone, and half precision, do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mxnet_job import each, run_job
+
+pytestmark = pytest.mark.timeout(300)
+WORK = str(Path(__file__).with_name("mxnet_alike_work.py"))
+
+
+def test_after_join_all_go_on_with_what_one_remembers(tmp_path: Path) -> None:
+    finished = run_job(WORK, ["job_join"], tmp_path, BYTEPS_MIN_COMPRESS_BYTES="0")
+    assert finished.status == 0, finished.output[-3000:]
+    one, two = each(finished, "job_join")
+    assert len(one) == 4
+    for case, (last, before, after, updates) in one.items():
+        assert last == 0 and updates == 8 and two[case][0] == 0 and two[case][3] == 8, case
+        assert np.array_equal(before, two[case][1]) and np.array_equal(after, two[case][2]) and not np.array_equal(before, after), case
+
+
+def test_a_scaled_loss_keeps_small_gradients_in_half_precision(tmp_path: Path) -> None:
+    finished = run_job(WORK, ["job_half"], tmp_path)
+    assert finished.status == 0, finished.output[-3000:]
+    for found in each(finished, "job_half"):
+        for scale, (got, wanted) in found.items():
+            assert np.allclose(got, wanted, rtol=1e-2, atol=0), (scale, got)
+
+
+ALONE = """
+import bpsx.mxnet as bps, mxnet as mx, numpy as np
+from mxnet import autograd, gluon
+bps.init()
+def trained(make, name, **more):
+    parameter = gluon.Parameter(name, shape=(8,), init=mx.init.One())
+    parameter.initialize()
+    trainer = make([parameter], "sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.1}, **more)
+    for step in range(4):
+        with autograd.record():
+            loss = (parameter.data() * mx.nd.arange(8)).sum()
+        loss.backward()
+        trainer.step(1)
+    return parameter.data().asnumpy()
+plain = trained(gluon.Trainer, "plain", kvstore=None)
+ours = trained(bps.DistributedTrainer, "ours", compression_params={"compressor": "onebit", "momentum": "nesterov"})
+print(np.array_equal(plain, ours))
+bps.broadcast_optimizer_state(bps.DistributedTrainer([gluon.Parameter("none", shape=(1,))], "adam"))
+try:
+    bps.broadcast_optimizer_state("a trainer")
+except bps.init.__globals__["errors"].ConfigError as e:
+    print(e)
+"""
+
+
+def alone(script: str, **more: str) -> subprocess.CompletedProcess[str]:
+    env: dict[str, Any] = {key: value for key, value in os.environ.items() if not key.startswith(("DMLC_", "BYTEPS_"))}
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False, env={**env, **more})
+
+
+def test_a_single_worker_compresses_nothing_and_its_optimizer_is_left_as_it_is() -> None:
+    done = alone(ALONE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["True", "broadcast_optimizer_state: trainer is a str; a DistributedTrainer is needed"], done.stdout
+
+
+@pytest.mark.parametrize(("level", "said"), [("INFO", 1), ("WARNING", 0)])
+def test_what_the_import_did_is_said_at_level_info(level: str, said: int) -> None:
+    """Once init() has set up logging, which comes after the import."""
+    done = alone("import bpsx.mxnet as bps; bps.init(); bps.shutdown(); bps.init()", BYTEPS_LOG_LEVEL=level)
+    assert done.returncode == 0 and done.stderr.count("MXNet's modules, and nobody else, see a distutils.version") == said, done.stderr

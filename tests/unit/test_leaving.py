@@ -1,0 +1,27 @@
+"""What leaving a job waits for: a framework's engine first, and together no longer than BPSX_SHUTDOWN_TIMEOUT."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bpsx import api
+
+
+@pytest.mark.parametrize("leave", [api.shutdown, api.suspend])
+def test_what_the_engine_was_waited_for_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch, leave: Any) -> None:
+    """An engine that never ends: its wait is over at once, and the clock has gone on by 2 seconds each time."""
+    clock, closed = iter(range(0, 1000, 2)), []
+    session = SimpleNamespace(config=SimpleNamespace(shutdown_timeout=5.0), failure="", told=True, order={},
+                              compressing=SimpleNamespace(remembered=dict), close=lambda waited: closed.append(waited))
+    monkeypatch.setattr(api, "_session", session)
+    monkeypatch.setattr(api, "_owner_pid", os.getpid())
+    monkeypatch.setattr(api, "_engines", [lambda seconds: 1])
+    monkeypatch.setattr(api, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    monkeypatch.setattr(api, "_order", api._order)
+    monkeypatch.setattr(api, "_remembered", api._remembered)
+    leave()
+    assert closed == [8.0] and not api.initialised()
