@@ -73,6 +73,9 @@ PAIRS: dict[str, Callable[[], tuple[object, object]]] = {
     "rdma": lambda: network_pair(rdma_endpoint),
     "rdma-narrow": lambda: network_pair(rdma_endpoint, depth=16, sends=16, inbox=1 << 20),
     "shared-zeromq": lambda: network_pair(shared_endpoint),
+    "shared-rdma": lambda: network_pair(functools.partial(shared_endpoint, rdma_endpoint)),
+    # Without a place in the memory: through the wrapper all the same.
+    "shared-rdma-apart": lambda: network_pair(lambda **more: SharedEndpoint(rdma_endpoint(**more), slots=0)),
     "shared-tcp": lambda: network_pair(functools.partial(shared_endpoint, tcp_endpoint)),
 }
 

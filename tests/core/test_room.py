@@ -116,6 +116,30 @@ def test_what_stays_in_the_machine_goes_in_its_turn(rig):
         h.wait(20)
 
 
+def test_no_server_gets_far_ahead_of_one_that_has_no_room(rig):
+    """By a partition for each server, in the order in which they were queued."""
+    r = rig(lanes=2, servers=2, credit=LONG, hold_done=True)
+
+    def submit(name: str, lane: int, priority: int = 0) -> object:
+        return r.core.submit(r.tensor(name, LONG, lane=lane), array(LONG), array(LONG), priority=priority)
+
+    handles = [submit("holds the room", 0)]
+    pushes = [(0, r.pushes(1)[0])]
+    r.endpoint.hold_done = False                    # the other server takes all at once
+    handles += [submit("first", 0), *(submit(f"{i}", 1) for i in range(5))]
+    pushes += [(1, push) for push in r.pushes(2, lane=1)]
+    assert r.lanes[1].sent(0.05) is None
+    handles.append(submit("urgent", 1, priority=1))
+    pushes.append((1, r.pushes(1, lane=1)[0]))
+    assert pushes[-1][1].priority == 1 and r.lanes[1].sent(0.05) is None
+    r.endpoint.complete()
+    pushes += [(0, r.pushes(1)[0]), *((1, push) for push in r.pushes(3, lane=1))]
+    for lane, push in pushes:
+        r.answer(push, bytes(push.length), lane)
+    for h in handles:
+        h.wait(20)
+
+
 def test_what_is_small_does_not_pass_what_is_urgent_and_large_on_another_lane_of_its_server(rig):
     r = rig(lanes=2, credit=100 * LONG, hold_done=True, ahead_ms=1e-6)
     handles = [r.core.submit(r.tensor("learn", LONG), array(LONG), array(LONG))]

@@ -54,6 +54,7 @@ cdef struct Partition:
     uint64_t length             # bytes
     int32_t priority            # of its current task
     uint64_t order              # age: breaks ties of priority, first come first
+    int64_t position            # bytes that had been queued before
     uint32_t lane               # the endpoint's peer that sums it
     uint32_t slot               # the lane's index of it
     uint32_t index              # ours: travels as the cookie

@@ -256,6 +256,12 @@ cdef inline void send_batch(Core *c, Lane *lane, uint32_t peer) noexcept nogil:
         advance(c, picked[i])
 
 
+cdef inline bint is_far_ahead(Core *c, Partition *p, Partition *leaving) noexcept nogil:
+    """Whether more lies between it and the most urgent than a partition for each server: then it waits until that has room. Where servers have unequal
+    shares, those with little would have all of theirs long before the others, whose links would then be all that is used."""
+    return leaving != NULL and p.position - leaving.position > c.n_servers * c.longest
+
+
 cdef inline int next_lane(Core *c) noexcept nogil:
     """The lane with the most urgent partition that may be handed over; -1: there is none."""
     cdef int best = -1
@@ -278,6 +284,7 @@ cdef inline int next_lane(Core *c) noexcept nogil:
         lane = &c.lanes[i]
         if lane.server.first == <int>i and (best < 0 or before(lane.heap[0], c.lanes[best].heap[0])) \
                 and not (lane.server.beside and leaving != NULL and before(leaving, lane.heap[0])) \
+                and not is_far_ahead(c, lane.heap[0], leaving) \
                 and takes_more(c, lane.server, pace, push_bytes(lane.heap[0])):
             best = i
     return best

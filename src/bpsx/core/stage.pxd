@@ -61,8 +61,10 @@ cdef inline void enter(Core *c, Partition *p) noexcept nogil:
     cdef int stage = p.tensor.stages[p.stage]
     if stage == PUSH:
         p.priority = p.tensor.current.priority
-        p.order = c.next_order
+        p.order, p.position = c.next_order, c.queued
         c.next_order += 1
+        c.queued += p.length
+        c.longest = max(c.longest, <int64_t>p.length)
         if heap_push(&c.lanes[p.lane], p) != 0:
             give_up(c, E_MEMORY)
     elif p.on_gpu and stage != COMPRESS and stage != DECOMPRESS and stage != END:

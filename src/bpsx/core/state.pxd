@@ -88,6 +88,8 @@ cdef struct Core:
     uint32_t n_table
     uint32_t table_capacity
     uint64_t next_order
+    int64_t queued              # bytes that have been queued for servers,
+    int64_t longest             # ... and the longest partition
     Tensor *tensors
     Gpu gpu
     bint swept                  # everything has been failed with `failed`

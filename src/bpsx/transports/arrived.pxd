@@ -7,10 +7,10 @@ from bpsx.core.sync cimport atomic_add
 from bpsx.transports.abi cimport Message
 from bpsx.transports.connection cimport aligned
 from bpsx.transports.queue_pair cimport (
-    EXPECTED, FROM_UNIT, HEAD_ROOM, MOST_HEAD, NO_TOKEN, PIECE, POLLED, RETURNED, RETURNS, SMALL, TOKENS, WHOLE, Connection, Prefix, State, Waiting, before_body,
-    complete, return_token, take_back,
+    EXPECTED, FROM_UNIT, HEAD_ROOM, MOST_HEAD, NO_TOKEN, PIECE, POLLED, RETURNED, RETURNS, SMALL, TOKENS, WHOLE, Connection, Prefix, State, Waiting,
+    before_body, complete, return_token, take_back, take_unit_back,
 )
-from bpsx.transports.units cimport UNIT, give_units
+from bpsx.transports.units cimport UNIT
 from bpsx.transports.verbs cimport IBV_WC_RECV_RDMA_WITH_IMM, expect, ibv_poll_cq, ibv_sge, ibv_wc, immediate
 
 
@@ -21,10 +21,15 @@ cdef inline bint expect_one(Connection *c, uint32_t which) noexcept nogil:
     return expect(c.qp, EXPECTED | which, &piece) == 0
 
 
+cdef enum:
+    MOST_BODY_GIB = 1024
+
+
 cdef inline bint makes_sense(State *s, Connection *c, Prefix *p, uint64_t room) noexcept nogil:
     """``room``: bytes behind the prefix in which the message must lie."""
-    if p.head_size > MOST_HEAD or p.has_body > 1 or p.body_size > s.most_bytes or (p.body_size and not p.has_body) or p.n_returned > RETURNED or (
-            p.credits > c.remote_depth - c.credits):
+    if p.head_size > MOST_HEAD or p.has_body > 1 or p.body_size > s.most_bytes or p.body_size >> 30 > MOST_BODY_GIB:
+        return False
+    if (p.body_size and not p.has_body) or p.n_returned > RETURNED or p.credits > c.remote_depth - c.credits:
         return False
     if p.kind == RETURNS:
         return True
@@ -111,7 +116,7 @@ cdef inline int take_arrival(State *s, Connection *c, ibv_wc *wc, Message *m) no
     if rc < 0:
         atomic_add(&s.malformed, 1)
     elif not expect_one(c, which):
-        rc = -1
+        c.ends = True           # what has come is still read
     return rc
 
 
@@ -138,7 +143,7 @@ cdef inline int next_message(State *s, Connection *c, Message *m) noexcept nogil
             continue
         c.send_room += 1
         if wc.wr_id & FROM_UNIT:
-            give_units(&s.here, <uint32_t>(wc.wr_id & (FROM_UNIT - 1)), 1)
+            take_unit_back(c, <uint32_t>(wc.wr_id & (FROM_UNIT - 1)))
         elif wc.wr_id < TOKENS:
             complete(c, <uint32_t>wc.wr_id)
 

@@ -49,9 +49,10 @@ def prepare(made: socket.socket, interval: float, timeout: float) -> None:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(max(1, round(timeout * 1000)), 2**31 - 1))
 
 
-def dial(address: str, key: bytes, job: int, rank: int, before: Callable[[socket.socket, str], None] | None = None) -> socket.socket:
-    """Worker ``rank``'s connection to the lane at ``address``, which has been sent the greeting. ``before``: what to do to the socket, given the
-    lane's numeric address, before it is connected.
+def dial(address: str, key: bytes, job: int, rank: int, before: Callable[[socket.socket, str], None] | None = None,
+         more: bytes = b"") -> socket.socket:
+    """Worker ``rank``'s connection to the lane at ``address``, which has been sent the greeting, and ``more`` behind it. ``before``: what to do to
+    the socket, given the lane's numeric address, before it is connected.
 
     Raises :class:`~bpsx.errors.TransportError` for what is no address, and OSError: it cannot be reached now.
     """
@@ -66,7 +67,7 @@ def dial(address: str, key: bytes, job: int, rank: int, before: Callable[[socket
             before(made, numeric)
         made.settimeout(PATIENCE)
         made.connect((numeric, int(port)))
-        made.sendall(greeting(key, job, address, rank))
+        made.sendall(greeting(key, job, address, rank) + more)
     except OSError:
         made.close()
         raise

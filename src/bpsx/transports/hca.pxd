@@ -6,6 +6,7 @@ from bpsx.transports.verbs cimport ibv_comp_channel, ibv_context, ibv_cq, ibv_mr
 
 cdef class Memory:
     cdef object adapter         # outlives it
+    cdef long pid               # who made it
     cdef char *at
     cdef uint64_t n
     cdef ibv_mr *mr
@@ -14,6 +15,7 @@ cdef class Memory:
 
 cdef class Pair:
     cdef object adapter
+    cdef long pid
     cdef ibv_cq *cq
     cdef ibv_qp *qp
     cdef uint32_t most_inline, psn
@@ -21,6 +23,7 @@ cdef class Pair:
 
 
 cdef class Adapter:
+    cdef long pid
     cdef ibv_context *context
     cdef ibv_pd *pd
     cdef ibv_comp_channel *channel

@@ -8,9 +8,11 @@ import os
 import resource
 import struct
 
+cimport cython
 from libc.errno cimport errno
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport uint16_t, uint32_t, uint64_t
 from posix.mman cimport MAP_ANONYMOUS, MAP_FAILED, MAP_PRIVATE, PROT_READ, PROT_WRITE, mmap, munmap
+from posix.unistd cimport getpid
 
 from bpsx.transports.verbs cimport (
     connect_pair, ibv_alloc_pd, ibv_close_device, ibv_create_comp_channel, ibv_create_cq, ibv_dealloc_pd, ibv_dereg_mr, ibv_destroy_comp_channel,
@@ -37,22 +39,23 @@ def _why(int code):
     return f"{os.strerror(code)} (errno {code})"
 
 
+@cython.no_gc_clear
 cdef class Memory:
     """Memory of our own that the adapter can use. Forked children do not have it."""
 
     cdef close(self):
-        """The adapter uses it no more."""
-        if self.mr != NULL:
+        """The adapter uses it no more. In a forked child there is neither memory nor adapter."""
+        if self.mr != NULL and self.pid == getpid():
             ibv_dereg_mr(self.mr)
-            self.mr = NULL
-        if self.at != NULL:
+        if self.at != NULL and self.pid == getpid():
             munmap(self.at, self.n)
-            self.at = NULL
+        self.mr, self.at = NULL, NULL
 
     def __dealloc__(self):
         self.close()
 
 
+@cython.no_gc_clear
 cdef class Pair:
     """A queue pair, and its completion queue."""
 
@@ -65,22 +68,24 @@ cdef class Pair:
         """Be connected to the pair that said so of itself. Raises :class:`~bpsx.errors.TransportError`."""
         cdef Adapter a = self.adapter
         cdef uint32_t number, psn
-        cdef int rc, where = 0
+        cdef int rc, least, where = 0
+        cdef uint16_t to
         number, psn, gid, lid, mtu = PAIR.unpack(other)
         cdef const unsigned char *there = gid
         if not 1 <= mtu <= 5:
             raise TransportError(f"the other end's MTU is number {mtu}; there are 1 to 5")
-        rc = connect_pair(self.qp, a.port, a.gid_index, there, lid, a.ethernet, number, psn, self.psn, min(a.mtu, mtu), &where)
+        to, least = lid, min(a.mtu, mtu)
+        with nogil:
+            rc = connect_pair(self.qp, a.port, a.gid_index, there, to, a.ethernet, number, psn, self.psn, least, &where)
         if rc:
             raise TransportError(f"{a.name}: no connection to {ipaddress.IPv6Address(gid)}: {_why(rc)} on the way to {_STEPS[where]}")
 
     cdef close(self):
-        if self.qp != NULL:
+        if self.qp != NULL and self.pid == getpid():
             ibv_destroy_qp(self.qp)
-            self.qp = NULL
-        if self.cq != NULL:
+        if self.cq != NULL and self.pid == getpid():
             ibv_destroy_cq(self.cq)
-            self.cq = NULL
+        self.qp, self.cq = NULL, NULL
 
     def __dealloc__(self):
         self.close()
@@ -91,28 +96,36 @@ cdef class Adapter:
 
     def __cinit__(self, str name, int port, int gid_index, str gid, bint ethernet):
         cdef ibv_port_attr attributes
+        cdef int code
+        self.pid = getpid()
         self.name, self.port, self.gid_index, self.ethernet = name, port, gid_index, ethernet
         self.gid = ipaddress.IPv6Address(gid).packed
         ibv_fork_init()         # old kernels: memory of the queues shall stay ours when the script forks. Fails where it is too late.
         self._open()
-        if query_port(self.context, port, &attributes) != 0:
-            raise TransportError(f"{name}: port {port} does not say what it is: {_why(errno)}")
+        code = query_port(self.context, port, &attributes)
+        if code:
+            raise TransportError(f"{name}: port {port} does not say what it is: {_why(code)}")
         self.mtu, self.lid, self.most_bytes = attributes.active_mtu, attributes.lid, attributes.max_msg_sz
         self.pd = ibv_alloc_pd(self.context)
+        code = errno
         if self.pd == NULL:
-            raise TransportError(f"{name}: no protection domain: {_why(errno)}")
+            raise TransportError(f"{name}: no protection domain: {_why(code)}")
         self.channel = ibv_create_comp_channel(self.context)
         if self.channel == NULL or never_blocks(self.channel) < 0:
-            raise TransportError(f"{name}: no channel for completions: {_why(errno)}")
+            code = errno
+            raise TransportError(f"{name}: no channel for completions: {_why(code)}")
 
     def _open(self):
-        cdef int n = 0
+        cdef int n = 0, at = 0
         cdef ibv_device **devices = ibv_get_device_list(&n)
+        code = errno
         if devices == NULL:
-            raise TransportError(f"libibverbs finds no adapters: {_why(errno)}")
+            raise TransportError(f"libibverbs finds no adapters: {_why(code)}")
         found = [ibv_get_device_name(devices[i]).decode() for i in range(n)]
         if self.name in found:
-            self.context = ibv_open_device(devices[found.index(self.name)])
+            at = found.index(self.name)
+            with nogil:
+                self.context = ibv_open_device(devices[at])
         code = errno
         ibv_free_device_list(devices)
         if self.name not in found:
@@ -125,25 +138,28 @@ cdef class Adapter:
     cdef Memory new_memory(self, uint64_t n, bint to_be_written):
         """``n`` bytes, to be written to by the other end, or only to be sent from."""
         cdef Memory made = Memory.__new__(Memory)
+        cdef int code
         cdef void *at = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
         if at == MAP_FAILED:
             raise TransportError(f"no memory: {n} bytes: {_why(errno)}")
-        made.adapter, made.at, made.n = self, <char *>at, n
+        made.adapter, made.at, made.n, made.pid = self, <char *>at, n, self.pid
         madvise(at, n, MADV_DONTDUMP)
         madvise(at, n, MADV_DONTFORK)
-        made.mr = register_to_be_written(self.pd, at, n) if to_be_written else register_to_send(self.pd, at, n)
-        if made.mr == NULL:
+        with nogil:
+            made.mr = register_to_be_written(self.pd, at, n) if to_be_written else register_to_send(self.pd, at, n)
             code = errno
+        if made.mr == NULL:
             made.close()
             raise TransportError(f"{self.name}: {n >> 10} KiB of memory cannot be registered: {_why(code)}. {_limit()}")
         return made
 
     cdef Pair new_pair(self, uint32_t sends, uint32_t receives):
         cdef Pair made = Pair.__new__(Pair)
-        made.adapter, made.psn = self, int.from_bytes(os.urandom(3), "little")
+        made.adapter, made.psn, made.pid = self, int.from_bytes(os.urandom(3), "little"), self.pid
         made.cq = ibv_create_cq(self.context, sends + receives, NULL, self.channel, 0)
+        code = errno
         if made.cq == NULL:
-            raise TransportError(f"{self.name}: no completion queue of {sends + receives}: {_why(errno)}; are BYTEPS_RDMA_RX_DEPTH and "
+            raise TransportError(f"{self.name}: no completion queue of {sends + receives}: {_why(code)}; are BYTEPS_RDMA_RX_DEPTH and "
                                  "BYTEPS_RDMA_START_DEPTH more than it can do?")
         # What can travel in a request differs; one that is too much is refused.
         made.qp = new_qp(self.pd, made.cq, sends, receives, MOST_INLINE, &made.most_inline)
@@ -157,15 +173,13 @@ cdef class Adapter:
         return made
 
     cdef close(self):
-        if self.channel != NULL:
+        if self.channel != NULL and self.pid == getpid():
             ibv_destroy_comp_channel(self.channel)
-            self.channel = NULL
-        if self.pd != NULL:
+        if self.pd != NULL and self.pid == getpid():
             ibv_dealloc_pd(self.pd)
-            self.pd = NULL
-        if self.context != NULL:
+        if self.context != NULL and self.pid == getpid():
             ibv_close_device(self.context)
-            self.context = NULL
+        self.channel, self.pd, self.context = NULL, NULL, NULL
 
     def __dealloc__(self):
         self.close()
@@ -176,4 +190,4 @@ def _limit():
     if soft == resource.RLIM_INFINITY:
         return "This process may lock as much as it likes (ulimit -l is unlimited), so the adapter or the machine has no more: lower BPSX_RDMA_INBOX_MB"
     return (f"This process may lock {soft >> 10} KiB in all (ulimit -l): raise that limit (in Docker --ulimit memlock=-1, with systemd LimitMEMLOCK=infinity), or lower "
-            "BPSX_RDMA_INBOX_MB or BYTEPS_RDMA_RX_DEPTH")
+            "BPSX_RDMA_INBOX_MB, BYTEPS_PARTITION_BYTES (an inbox holds 8) or BYTEPS_RDMA_RX_DEPTH")

@@ -14,6 +14,10 @@ from bpsx.transports.peers cimport Losses, Peers, add_loss, write
 from bpsx.transports.units cimport UNIT, Units, give_units
 from bpsx.transports.verbs cimport ibv_comp_channel, ibv_cq, ibv_qp, ibv_wc, reset
 
+cdef extern from "<sys/socket.h>" nogil:
+    int SHUT_RDWR
+    int shutdown(int fd, int how)
+
 cdef enum:
     SMALL = 256                 # bytes of a receive request's own memory: what is no larger is sent, not written
     TOKENS = 1024
@@ -119,6 +123,8 @@ cdef struct Connection:
     uint32_t n_unused
     uint16_t unused[TOKENS]     # tokens
     Sent sent[TOKENS]
+    uint32_t n_lent
+    uint8_t *lent               # by unit of the outbox: it holds a small message that is being sent
     Outgoing *first             # what waits for room
     Outgoing *last
 
@@ -236,6 +242,13 @@ cdef inline void return_token(Connection *c, uint32_t token, uint64_t nbytes) no
         wake_up(c.state)
 
 
+cdef inline void take_unit_back(Connection *c, uint32_t unit) noexcept nogil:
+    """The card has sent what lay there."""
+    c.lent[unit] = 0
+    c.n_lent -= 1
+    give_units(&c.state.here, unit, 1)
+
+
 cdef inline void wake_up(State *s) noexcept nogil:
     cdef uint64_t one = 1
     write(s.wake_fd, &one, sizeof(one))
@@ -245,11 +258,17 @@ cdef inline void let_go(Connection *c) noexcept nogil:
     """The card stops, and what was handed over is its owners' again."""
     cdef Outgoing *o
     cdef uint32_t token
+    cdef uint32_t unit
     c.dead = True
     reset(c.qp)
+    if c.fd >= 0:
+        shutdown(c.fd, SHUT_RDWR)       # the other end may have nothing to send by which it would see
     for token in range(TOKENS):
         if c.sent[token].used and not c.sent[token].written:
             complete(c, token)
+    for unit in range(c.state.here.n if c.n_lent else 0):
+        if c.lent[unit]:
+            take_unit_back(c, unit)
     while c.first != NULL:
         o, c.first = c.first, c.first.next
         tell_done(o)

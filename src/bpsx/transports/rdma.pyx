@@ -8,68 +8,50 @@ Connections begin over TCP, with the greeting that ``gate.py`` checks, then both
 stays: when the other process dies, it says so.
 """
 import logging
+import os
 import struct
+import time
 
+cimport cython
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stddef cimport size_t
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from posix.unistd cimport close as close_descriptor
 
 from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, unlock
 from bpsx.transports.abi cimport Endpoint, Message, done_fn
-from bpsx.transports.arrived cimport expect_one, next_message, take_all, take_waiting
-from bpsx.transports.connection cimport (
-    EFD_CLOEXEC, EFD_NONBLOCK, EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLLIN, EVENTS, epoll_create1, epoll_event, epoll_set, epoll_wait, eventfd,
-)
+from bpsx.transports.arrived cimport expect_one, take_all, take_waiting
+from bpsx.transports.connection cimport EFD_CLOEXEC, EFD_NONBLOCK, EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLLIN, epoll_create1, epoll_set, eventfd
+from bpsx.transports.driven cimport from_one, is_busy, look, see_to, take_new
 from bpsx.transports.hca cimport Adapter, Memory, Pair
-from bpsx.transports.peers cimport add_loss, forget_peers, read, room_for_peer, take_losses
-from bpsx.transports.queue_pair cimport (
-    POLLED, SMALL, TOKENS, Connection, Outgoing, State, add_range, let_go, lose, return_token, tell_done, wake_up,
-)
+from bpsx.transports.peers cimport add_loss, forget_peers, take_losses
+from bpsx.transports.queue_pair cimport SMALL, TOKENS, Connection, Outgoing, State, let_go, lose, return_token, tell_done, wake_up
 from bpsx.transports.units cimport units_free, units_init
-from bpsx.transports.verbs cimport ibv_ack_cq_events, ibv_cq, ibv_get_cq_event, ibv_poll_cq, ibv_req_notify_cq, ibv_wc_status_str
-from bpsx.transports.written cimport flush, give_news, has_news, keep, post_message
+from bpsx.transports.verbs cimport ibv_wc_status_str
+from bpsx.transports.written cimport keep, post_message
 
 from bpsx.config import NO_ENCRYPTION
 from bpsx.errors import TransportError
 from bpsx.transports import gate, gids
-from bpsx.transports.address import join_host_port
+from bpsx.transports.address import join_host_port, own_address_towards
 from bpsx.transports.hca import PAIR
 
 log = logging.getLogger("bpsx.connections")
 # Magic, the inbox's address, bytes and key, receive requests; then the queue pair.
 _OFFER = struct.Struct("<8sQQII")
 _MAGIC = b"bpsxrdm1"
+# How long a lane may be busy with other workers before it answers; how long what has been posted may take to arrive when an endpoint is closed.
+_ANSWER_SECONDS, _LAST_SECONDS = 60.0, 0.1
 
 cdef enum:
     LOOK_EVERY = 256            # calls of recv, while there is always more: a connection may be gone
     OUTBOX = 32 << 20
     LEAST_INBOX = 1 << 20
+    MOST_INBOX_MIB = 1 << 16
 
 
 # ---- the data plane
-
-cdef void take_new(State *s) noexcept nogil:
-    """Those that were made since the last look, on another thread."""
-    cdef Connection *c
-    cdef Connection *following
-    if atomic_load(&s.n_new) == 0:
-        return
-    lock(&s.monitor)
-    c, s.new = s.new, NULL
-    atomic_store(&s.n_new, 0)
-    unlock(&s.monitor)
-    while c != NULL:
-        following = c.next
-        c.next, s.all = s.all, c
-        add_range(s, <uint64_t>c.inbox, <uint64_t>c.inbox + c.inbox_bytes, c.small_lkey)
-        if room_for_peer(&s.peers, c.peer) and s.peers.at[c.peer] == NULL and epoll_set(s.epoll, EPOLL_CTL_ADD, c.fd, EPOLLIN, c) == 0:
-            s.peers.at[c.peer] = c
-        else:
-            let_go(c)
-        c = following
-
 
 cdef int rdma_send(
     void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
@@ -103,48 +85,6 @@ cdef int rdma_send(
     return 0 if rc > 0 else -1
 
 
-cdef void look(State *s, int timeout_ms) noexcept nogil:
-    """At what the kernel has to tell: somebody wakes us, there are completions, the other end of a connection is gone."""
-    cdef epoll_event events[EVENTS]
-    cdef uint64_t drained = 0
-    cdef ibv_cq *cq = NULL
-    cdef void *context = NULL
-    cdef Connection *c
-    cdef int i, n
-    s.since = 0
-    n = epoll_wait(s.epoll, events, EVENTS, timeout_ms)
-    for i in range(n):
-        if events[i].data.ptr == NULL:
-            read(s.wake_fd, &drained, sizeof(drained))
-            s.woken = True      # a wait that comes later ends at once
-        elif events[i].data.ptr == s:
-            while ibv_get_cq_event(s.channel, &cq, &context) == 0:
-                ibv_ack_cq_events(cq, 1)
-                c = s.all
-                while c != NULL:
-                    if c.cq == cq:
-                        c.armed = False
-                    c = c.next
-        else:
-            c = <Connection *>events[i].data.ptr
-            c.ends = True       # what it has written before is there already
-            epoll_set(s.epoll, EPOLL_CTL_DEL, c.fd, 0, NULL)
-
-
-cdef int from_one(State *s, Connection *c, Message *m) noexcept nogil:
-    """1: *m is a message of its; 0: there is none, and what waited for room has been posted where there is some."""
-    cdef int got = 1 if take_waiting(c, m) else 0 if c.dead else next_message(s, c, m)
-    if c.dead:
-        return got
-    if got >= 0 and (c.first != NULL and flush(s, c) < 0 or has_news(c, False) and give_news(s, c, False) < 0):
-        if got == 0:
-            got = -1            # else when the message has been read
-    if got < 0:
-        lose(s, c)
-        return 0
-    return got
-
-
 cdef int rdma_receive(void *self, Message *m) noexcept nogil:
     cdef State *s = <State *>self
     cdef Connection *first
@@ -171,36 +111,21 @@ cdef void rdma_release(void *self, Message *m) noexcept nogil:
         return_token(<Connection *>m.opaque[2], <uint32_t>m.opaque[0], m.head_size + m.body_size)
 
 
-cdef bint is_busy(State *s, Connection *c) noexcept nogil:
-    """Whether there is something to do; if not, completions raise an event from now on."""
-    if c.dead:
-        return c.first_waiting != NULL
-    if c.at_found < c.n_found or c.first_waiting != NULL or (c.n_returned and c.credits and c.send_room):
-        return True
-    if not c.armed:
-        c.armed = ibv_req_notify_cq(c.cq, 0) == 0
-        c.at_found, c.n_found = 0, ibv_poll_cq(c.cq, POLLED, c.found)      # those that came before the request raise none
-        c.n_found = max(c.n_found, 0)       # what has failed will fail again
-        return c.n_found > 0
-    return False
-
-
-cdef void see_to(State *s, Connection *c) noexcept nogil:
-    """Take what has come, post what there is room for, return what is to be returned."""
-    if not c.dead and (take_all(s, c) < 0 or flush(s, c) < 0 or give_news(s, c, True) < 0):
-        lose(s, c)
-
-
 cdef void rdma_wait(void *self, int timeout_ms) noexcept nogil:
     cdef State *s = <State *>self
     cdef Connection *c
-    cdef bint busy
+    cdef bint busy = False
     take_new(s)
     c = s.all
-    while c != NULL:
-        see_to(s, c)
+    while c != NULL:            # all of them first: room in the outbox is everybody's
+        if not c.dead and take_all(s, c) < 0:
+            lose(s, c)
         c = c.next
-    busy = s.woken
+    c = s.all
+    while c != NULL:
+        busy |= see_to(s, c)
+        c = c.next
+    busy |= s.woken
     atomic_store(&s.parked, 1)
     c = s.all
     while c != NULL:
@@ -211,8 +136,8 @@ cdef void rdma_wait(void *self, int timeout_ms) noexcept nogil:
     s.woken = False
     c = s.all
     while c != NULL:
-        if c.ends:
-            see_to(s, c)
+        if c.ends and not c.dead and take_all(s, c) < 0:
+            lose(s, c)
         c = c.next
 
 
@@ -222,17 +147,34 @@ cdef void rdma_wake(void *self) noexcept nogil:
 
 # ---- the control plane
 
+@cython.no_gc_clear
 cdef class _Link:
-    """What a connection holds of the adapter."""
+    """A connection, and what it holds of the adapter."""
     cdef Pair pair
     cdef Memory inbox           # and behind it the memory of the receive requests
     cdef Connection *c
 
     cdef close(self):
-        self.pair.close()
-        self.inbox.close()
+        """The adapter uses it no more. The connection's books stay: messages may be released later."""
+        if self.pair is not None:
+            self.pair.close()
+        if self.inbox is not None:
+            self.inbox.close()
+
+    def __dealloc__(self):
+        cdef Message unread
+        if self.c != NULL:
+            while take_waiting(self.c, &unread):
+                rdma_release(self.c.state, &unread)
+            if self.c.fd >= 0:
+                close_descriptor(self.c.fd)
+            free(self.c.lent)
+            units_free(&self.c.there)
+            monitor_destroy(&self.c.monitor)
+            free(self.c)
 
 
+@cython.no_gc_clear
 cdef class RdmaEndpoint:
     """Connections over RDMA. See :mod:`bpsx.transports.base` for the contract.
 
@@ -250,7 +192,8 @@ cdef class RdmaEndpoint:
     cdef int rank
     cdef bint joined
     cdef readonly str address
-    cdef bint closed
+    cdef bint made, closed
+    cdef long pid
     cdef str device
     cdef object gid_index
     cdef uint32_t depth, sends
@@ -262,6 +205,7 @@ cdef class RdmaEndpoint:
     def __cinit__(self, *, double heartbeat_interval, double heartbeat_timeout, bytes secret=b"", bint encrypt=False, int64_t most_bytes=-1,
                   uint32_t depth=512, uint32_t sends=128, uint64_t inbox=64 << 20, str device="", object gid_index=None):
         self.state.epoll = self.state.wake_fd = self.state.losses.fd = -1
+        self.made, self.pid = True, os.getpid()
         self.address, self.secret, self.rank, self.links = "", secret, -1, []
         self.interval, self.timeout, self.device, self.gid_index = heartbeat_interval, heartbeat_timeout, device, gid_index
         self.depth, self.sends, self.inbox = depth, sends, max(inbox, <uint64_t>LEAST_INBOX)
@@ -283,19 +227,21 @@ cdef class RdmaEndpoint:
 
     cdef _use_adapter(self, str host):
         """The one for who has the address ``host``; once."""
+        cdef Adapter opened
         if self.adapter is not None:
             return
         port, gid = gids.choose(host, self.device, self.gid_index)
-        self.adapter = Adapter(port.adapter, port.number, gid.index, gid.value, port.ethernet)
+        opened = Adapter(port.adapter, port.number, gid.index, gid.value, port.ethernet)
         log.info("RDMA: %s, GID %d (%s, %s)", port.name, gid.index, gid.address, gid.kind)
-        self.outbox = self.adapter.new_memory(OUTBOX, False)
+        self.outbox = opened.new_memory(OUTBOX, False)
         self.state.outbox, self.state.outbox_lkey = self.outbox.at, self.outbox.mr.lkey
-        self.state.channel = self.adapter.channel
-        self.state.most_written = min(self.adapter.most_bytes, <uint64_t>1 << 31)
-        if not units_init(&self.state.here, OUTBOX):
+        self.state.channel = opened.channel
+        self.state.most_written = min(opened.most_bytes, <uint64_t>1 << 31)
+        if self.state.here.taken == NULL and not units_init(&self.state.here, OUTBOX):
             raise MemoryError("no memory for the books of the outbox")
-        if epoll_set(self.state.epoll, EPOLL_CTL_ADD, self.adapter.channel.fd, EPOLLIN, &self.state) != 0:
+        if epoll_set(self.state.epoll, EPOLL_CTL_ADD, opened.channel.fd, EPOLLIN, &self.state) != 0:
             raise OSError("epoll: cannot watch the adapter's completions")
+        self.adapter = opened
 
     def bind(self, host: str) -> str:
         """Listen on ``host`` at a port that the system chooses; returns and stores ``host:port``."""
@@ -318,15 +264,16 @@ cdef class RdmaEndpoint:
 
     def connect(self, peer: int, address: str) -> None:
         """Reach the lane at ``host:port`` as peer number ``peer`` from now on."""
-        cdef _Link link = None
+        cdef _Link link
         made = None
+        host, _, port = address.rpartition(":")
         try:
-            made = gate.dial(address, self.secret, self.job, self.rank)
-            self._use_adapter(made.getsockname()[0])
+            self._use_adapter(own_address_towards(host, int(port)))
             link = self._new_link(peer)
-            made.sendall(self._offer(link))
-            self._accept(link, _hear(made))
-        except TransportError:
+            # With the offer behind the greeting: whoever meets this worker need not wait for it.
+            made = gate.dial(address, self.secret, self.job, self.rank, more=self._offer(link))
+            self._accept(link, _hear(made, _ANSWER_SECONDS))
+        except (TransportError, MemoryError):
             if made is not None:
                 made.close()
             raise
@@ -342,8 +289,7 @@ cdef class RdmaEndpoint:
         """A lane's part, on the gate's thread."""
         cdef _Link link
         try:
-            made.settimeout(gate.PATIENCE)
-            said = _hear(made)
+            said = _hear(made, gate.PATIENCE)
             link = self._new_link(rank)
             self._accept(link, said)
             made.sendall(self._offer(link))
@@ -359,11 +305,14 @@ cdef class RdmaEndpoint:
         cdef Connection *c
         link.inbox = self.adapter.new_memory(self.inbox + self.depth * SMALL, True)
         link.pair = self.adapter.new_pair(self.sends, self.depth)
-        c = link.c = <Connection *>calloc(1, sizeof(Connection))
+        c = <Connection *>calloc(1, sizeof(Connection))
         if c == NULL or monitor_init(&c.monitor) != 0:
             free(c)
             raise MemoryError("no memory for a connection")
-        self.links.append(link)     # which has it freed
+        link.c, c.fd = c, -1
+        c.lent = <uint8_t *>calloc(self.state.here.n, 1)
+        if c.lent == NULL:
+            raise MemoryError("no memory for a connection")
         c.state, c.peer, c.fd, c.qp, c.cq, c.mapped = &self.state, peer, -1, link.pair.qp, link.pair.cq, True
         c.inbox, c.inbox_bytes, c.small = link.inbox.at, self.inbox, link.inbox.at + self.inbox
         c.small_lkey, c.depth, c.send_room, c.most_inline = link.inbox.mr.lkey, self.depth, self.sends, link.pair.most_inline
@@ -380,7 +329,7 @@ cdef class RdmaEndpoint:
         cdef uint64_t nbytes
         cdef uint32_t i
         magic, c.remote, nbytes, c.rkey, c.remote_depth = _OFFER.unpack_from(said)
-        if magic != _MAGIC or nbytes < LEAST_INBOX or c.remote_depth < 16:
+        if magic != _MAGIC or not LEAST_INBOX <= nbytes or nbytes >> 20 > MOST_INBOX_MIB or not 16 <= c.remote_depth <= 1 << 20:
             raise TransportError("the other end speaks another version of this, or another protocol")
         if not units_init(&c.there, nbytes):
             raise MemoryError("no memory for the books of an inbox")
@@ -395,6 +344,7 @@ cdef class RdmaEndpoint:
         cdef Connection *c = link.c
         gate.prepare(made, self.interval, self.timeout)
         c.fd = made.detach()
+        self.links.append(link)
         lock(&self.state.monitor)
         c.next, self.state.new = self.state.new, c
         atomic_store(&self.state.n_new, 1)
@@ -440,22 +390,26 @@ cdef class RdmaEndpoint:
         wake_up(&self.state)
 
     def close(self) -> None:
-        """Drop what is unsent, run every outstanding done callback, free everything. Idempotent."""
+        """Drop what is unsent, run every outstanding done callback, free everything. Idempotent. What has been posted is given a moment to arrive."""
         cdef _Link link
         if self.closed:
             return
         self.closed = True
         if self.gate is not None:
             self.gate.close()
+        if self.pid != os.getpid():     # a forked child has nothing of this but descriptors
+            return
         take_new(&self.state)
+        end = time.monotonic() + _LAST_SECONDS
+        while not self._all_arrived() and time.monotonic() < end:
+            rdma_wait(&self.state, 1)
         for link in self.links:
             if not link.c.dead:
                 let_go(link.c)
             lock(&link.c.monitor)
             link.c.mapped = False       # messages that are released later are nobody's
             unlock(&link.c.monitor)
-            if link.c.fd >= 0:
-                close_descriptor(link.c.fd)
+            close_descriptor(link.c.fd)
             link.c.fd = -1
             link.close()
         if self.outbox is not None:
@@ -464,29 +418,31 @@ cdef class RdmaEndpoint:
             self.adapter.close()
         forget_peers(&self.state.peers)
 
+    cdef bint _all_arrived(self):
+        cdef _Link link
+        for link in self.links:
+            if not link.c.dead and not link.c.ends and link.c.first == NULL and link.c.send_room < self.sends:
+                return False
+        return True
+
     def __dealloc__(self):
         cdef int fd
-        cdef _Link link
-        cdef Message unread
-        # A done callback that runs at the end may still wake us, and messages be released.
+        if not self.made:
+            return
+        # A done callback that runs at the end may still wake us.
         for fd in (self.state.epoll, self.state.wake_fd, self.state.losses.fd):
             if fd >= 0:
                 close_descriptor(fd)
-        for link in self.links:
-            while take_waiting(link.c, &unread):
-                rdma_release(&self.state, &unread)
-            units_free(&link.c.there)
-            monitor_destroy(&link.c.monitor)
-            free(link.c)
         units_free(&self.state.here)
         free(self.state.ranges)
         free(self.state.losses.peers)
 
 
-def _hear(made) -> bytes:
-    """The other end's offer. Raises OSError."""
-    said = b""
+def _hear(made, double seconds) -> bytes:
+    """The other end's offer. Raises OSError, also if it is not there in time."""
+    said, end = b"", time.monotonic() + seconds
     while len(said) < _OFFER.size + PAIR.size:
+        made.settimeout(max(0.001, end - time.monotonic()))
         got = made.recv(_OFFER.size + PAIR.size - len(said))
         if not got:
             raise ConnectionError("it has hung up: its own log says why")

@@ -59,6 +59,7 @@ cdef int shared_receive(void *self, Message *m) noexcept nogil:
     cdef State *s = <State *>self
     cdef Link *first
     cdef Link *l
+    cdef int got
     take_new(s)
     s.turn += 1
     if s.all != NULL and s.turn % LOOK_EVERY:
@@ -72,8 +73,9 @@ cdef int shared_receive(void *self, Message *m) noexcept nogil:
             l = l.next if l.next != NULL else s.all
             if l == first:
                 break
+    got = s.inner.recv(s.inner.self, m)
     m.wrapper = 0
-    return s.inner.recv(s.inner.self, m)
+    return got
 
 
 cdef void shared_release(void *self, Message *m) noexcept nogil:

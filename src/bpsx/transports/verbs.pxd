@@ -85,7 +85,8 @@ cdef extern from *:
         if ((rc = ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |
                                 IBV_QP_MIN_RNR_TIMER))) return rc;
         memset(&a, 0, sizeof(a));
-        a.qp_state = IBV_QPS_RTS; a.sq_psn = own_psn; a.timeout = 18; a.retry_cnt = 6; a.rnr_retry = 7;     /* about 8 s of silence; some take 7 tries for all there are */
+        a.qp_state = IBV_QPS_RTS; a.sq_psn = own_psn; a.timeout = 18; a.retry_cnt = 6; a.rnr_retry = 6;
+        /* About 8 s of silence; 7 tries are for ever to some. Credits see to it that there is a receive request. */
         *where = 3;
         return ibv_modify_qp(qp, &a, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_MAX_QP_RD_ATOMIC);
     }

@@ -1,8 +1,8 @@
 # What a connection over RDMA says: posted where there is room, kept by reference where there is none.
 #
-# A message needs a credit, room in the send queue, units of the other's inbox and, for what does not lie in registered memory, of our outbox. All of
-# that comes back by itself but inboxes' units, which the other may hold for long: the first push of a round is where the sum is made. So once half of
-# an inbox is in use the other is asked to copy what it keeps. Then no more than half is ever held, and where the rest has no room in one piece, the
+# A message needs a credit, room in the send queue, a token, units of the other's inbox and, for what does not lie in registered memory, of our outbox.
+# All of that comes back by itself but tokens and inboxes' units, which the other may hold for long: the first push of a round is where the sum is made.
+# So once half of either is in use the other is asked to copy what it keeps. Then no more than half is ever held, and where the rest has no room in one piece, the
 # message goes in several, which are never held.
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
@@ -11,7 +11,8 @@ from libc.string cimport memcpy, memset
 
 from bpsx.core.sync cimport atomic_load, atomic_store, lock, unlock
 from bpsx.transports.queue_pair cimport (
-    FROM_UNIT, NO_TOKEN, PIECE, RESERVED, RETURNED, RETURNS, SMALL, WHOLE, Connection, Outgoing, Prefix, Sent, State, before_body, find_range, tell_done,
+    FROM_UNIT, NO_TOKEN, PIECE, RESERVED, RETURNED, RETURNS, SMALL, TOKENS, WHOLE, Connection, Outgoing, Prefix, Sent, State,
+    before_body, find_range, tell_done,
 )
 from bpsx.transports.units cimport UNIT, give_units, longest_run, take_units, units_for
 from bpsx.transports.verbs cimport IBV_SEND_INLINE, ibv_sge, post
@@ -48,6 +49,8 @@ cdef inline char *place_for(State *s, Connection *c, uint32_t n, char *own, uint
     if here < 0:
         return NULL
     number[0] = FROM_UNIT | <uint64_t>here
+    c.lent[here] = 1
+    c.n_lent += 1
     return s.outbox + here * UNIT
 
 
@@ -100,9 +103,12 @@ cdef inline Sent *take_room(State *s, Connection *c, uint32_t n_there, uint32_t 
     return sent
 
 
-cdef inline int write_out(State *s, Connection *c, Sent *sent, uint32_t token, ibv_sge *pieces, int n) noexcept nogil:
+cdef inline int write_out(Connection *c, Sent *sent, uint32_t token, ibv_sge *pieces, int n, Outgoing *what) noexcept nogil:
+    """``what``: whom to tell when the card is done with it, or NULL. 1, or -1: the connection is broken, and nobody has been told."""
     if post(c.qp, token, pieces, n, 0, c.remote + <uint64_t>sent.there * UNIT, c.rkey, sent.there) != 0:
         return -1
+    if what != NULL:
+        sent.what = what[0]
     c.credits -= 1
     c.send_room -= 1
     return 1
@@ -122,7 +128,7 @@ cdef inline int post_whole(State *s, Connection *c, Outgoing *o) noexcept nogil:
     here = s.outbox + <uint64_t>sent.here * UNIT
     p = <Prefix *>here
     put_prefix(c, p, o, WHOLE)
-    p.token, p.tight = token, c.there.used > c.there.n // 2
+    p.token, p.tight = token, c.there.used > c.there.n // 2 or c.n_unused < TOKENS // 2
     memcpy(here + sizeof(Prefix), o.head, o.head_size)
     pieces[0].addr, pieces[0].length, pieces[0].lkey = <uint64_t>here, <uint32_t>begin, s.outbox_lkey
     if registered:
@@ -130,8 +136,7 @@ cdef inline int post_whole(State *s, Connection *c, Outgoing *o) noexcept nogil:
     elif o.body_size:
         memcpy(here + begin, o.body, o.body_size)
         pieces[0].length += <uint32_t>o.body_size
-    sent.what = o[0]
-    return write_out(s, c, sent, token, pieces, 2 if registered else 1)
+    return write_out(c, sent, token, pieces, 2 if registered else 1, o)
 
 
 cdef inline void copy_piece(char *to, Outgoing *o, uint64_t n) noexcept nogil:
@@ -144,7 +149,7 @@ cdef inline void copy_piece(char *to, Outgoing *o, uint64_t n) noexcept nogil:
 
 cdef inline int post_piece(State *s, Connection *c, Outgoing *o) noexcept nogil:
     """The same of as much as there is room for, at most an eighth of what there could be."""
-    cdef uint32_t most = min(min(longest_run(&c.there), longest_run(&s.here)), min(c.there.n, s.here.n) // 8)
+    cdef uint32_t most = min(min(longest_run(&c.there), longest_run(&s.here)), min(min(c.there.n, s.here.n) // 8, <uint32_t>(s.most_written // UNIT)))
     cdef uint64_t left = o.head_size + o.body_size - o.sent
     cdef uint32_t token = 0
     cdef Sent *sent
@@ -163,9 +168,8 @@ cdef inline int post_piece(State *s, Connection *c, Outgoing *o) noexcept nogil:
     o.sent += left
     piece.addr, piece.length, piece.lkey = <uint64_t>p, <uint32_t>(sizeof(Prefix) + left), s.outbox_lkey
     if o.sent == o.head_size + o.body_size:
-        sent.what = o[0]        # the pieces before are written before
-        return write_out(s, c, sent, token, &piece, 1)
-    return -1 if write_out(s, c, sent, token, &piece, 1) < 0 else 2
+        return write_out(c, sent, token, &piece, 1, o)      # the pieces before are written before
+    return -1 if write_out(c, sent, token, &piece, 1, NULL) < 0 else 2
 
 
 cdef inline bint has_room(Connection *c) noexcept nogil:
@@ -221,7 +225,13 @@ cdef inline int flush(State *s, Connection *c) noexcept nogil:
 
 
 cdef inline bint has_news(Connection *c, bint all_of_it) noexcept nogil:
-    return c.consumed >= c.depth // 4 or c.n_returned >= RETURNED or (c.n_returned and (all_of_it or c.returned_bytes >= c.inbox_bytes // 8))
+    cdef int64_t n = atomic_load(&c.n_returned)
+    return c.consumed >= c.depth // 4 or n >= RETURNED or (n and (all_of_it or c.returned_bytes >= c.inbox_bytes // 8))
+
+
+cdef inline bint can_give_news(Connection *c) noexcept nogil:
+    """The last credit is for what grants others: else both ends could have none, and nothing that either could say."""
+    return c.send_room and (c.credits > 1 or (c.credits and c.consumed))
 
 
 cdef inline int give_news(State *s, Connection *c, bint all_of_it) noexcept nogil:
@@ -229,7 +239,7 @@ cdef inline int give_news(State *s, Connection *c, bint all_of_it) noexcept nogi
     cdef Prefix own
     cdef uint64_t number = 0
     cdef char *said
-    while has_news(c, all_of_it) and c.credits and c.send_room:
+    while has_news(c, all_of_it) and can_give_news(c):
         said = place_for(s, c, sizeof(Prefix), <char *>&own, &number)
         if said == NULL:
             return 0
