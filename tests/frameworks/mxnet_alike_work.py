@@ -19,12 +19,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def _steps(net: Any, trainer: Any, first: int, last: int, mine: bool) -> None:
-    """``mine``: with data of one's own."""
+def _steps(parameter: Any, trainer: Any, first: int, last: int) -> None:
+    """With data of one's own."""
     for step in range(first, last):
-        x = np.random.default_rng([step, bps.rank() if mine else 0]).normal(size=(4, 3))
+        x = np.random.default_rng([step, bps.rank()]).normal(size=(4, 6))
         with autograd.record():
-            loss = (net(mx.nd.array(x, dtype=net.weight.dtype)) ** 2).sum()
+            loss = ((parameter.data() * mx.nd.array(x, dtype=parameter.dtype)) ** 2).sum()
         loss.backward()
         trainer.step(4)
 
@@ -33,17 +33,16 @@ def job_join() -> Any:
     """Worker 1 joins after two steps, worker 0 goes on for three; then both go on, from what worker 0 has."""
     found = {}
     for case, options in CASES.items():
-        net = gluon.nn.Dense(2, in_units=3, use_bias=False, prefix=f"{case}_")
-        net.cast("float16" if case == "half" else "float32")
-        net.initialize(mx.init.Xavier())
-        trainer = bps.DistributedTrainer(net.collect_params(), **options)
-        _steps(net, trainer, 0, 2 if bps.rank() else 5, True)
+        parameter = gluon.Parameter(f"{case}_weight", shape=(6,), dtype="float16" if case == "half" else "float32", init=mx.init.One())
+        parameter.initialize()
+        trainer = bps.DistributedTrainer([parameter], **options)
+        _steps(parameter, trainer, 0, 2 if bps.rank() else 5)
         last = bps.join()
-        bps.broadcast_parameters(net.collect_params(), root_rank=last)
+        bps.broadcast_parameters({case: parameter}, root_rank=last)
         bps.broadcast_optimizer_state(trainer, root_rank=last)
-        before = net.weight.data().asnumpy()
-        _steps(net, trainer, 5, 8, True)
-        found[case] = last, before, net.weight.data().asnumpy(), trainer._optimizer.num_update
+        before = parameter.data().asnumpy()
+        _steps(parameter, trainer, 5, 8)
+        found[case] = last, before, parameter.data().asnumpy(), trainer._optimizer.num_update
     return found
 
 

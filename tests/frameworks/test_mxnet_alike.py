@@ -51,7 +51,9 @@ def trained(make, name, **more):
 plain = trained(gluon.Trainer, "plain", kvstore=None)
 ours = trained(bps.DistributedTrainer, "ours", compression_params={"compressor": "onebit", "momentum": "nesterov"})
 print(np.array_equal(plain, ours))
-bps.broadcast_optimizer_state(bps.DistributedTrainer([gluon.Parameter("none", shape=(1,))], "adam"))
+new = gluon.Parameter("new", shape=(1,))
+new.initialize()
+bps.broadcast_optimizer_state(bps.DistributedTrainer([new], "adam"))
 try:
     bps.broadcast_optimizer_state("a trainer")
 except bps.init.__globals__["errors"].ConfigError as e:
