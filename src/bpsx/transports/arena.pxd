@@ -1,6 +1,6 @@
 # Blocks of a region of shared memory, given out by the one process that writes there: what was given back last is given out first, while caches have
 # it. The books are in that process's own memory, so whoever is killed leaves nothing locked or half written in the others' way.
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport uint64_t
 from libc.stdlib cimport free, malloc
 
 cdef enum:

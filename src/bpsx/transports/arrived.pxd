@@ -1,11 +1,11 @@
 # What a connection over RDMA is told: completions, one after the other. A whole message is read where it lies.
-from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from bpsx.core.sync cimport atomic_add
 from bpsx.transports.abi cimport Message
-from bpsx.transports.connection cimport aligned
+from bpsx.transports.peers cimport aligned
 from bpsx.transports.queue_pair cimport (
     EXPECTED, FROM_UNIT, HEAD_ROOM, MOST_HEAD, NO_TOKEN, PIECE, POLLED, RETURNED, RETURNS, SMALL, TOKENS, WHOLE, Connection, Prefix, State, Waiting,
     before_body, complete, return_token, take_back, take_unit_back,

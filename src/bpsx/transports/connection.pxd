@@ -19,7 +19,6 @@ cdef extern from *:
         struct epoll_event e = { .events = events, .data = { .ptr = what } };
         return epoll_ctl(epoll, how, fd, &e);
     }
-    static inline void *bpsx_aligned(size_t size) { void *p = NULL; return posix_memalign(&p, 64, size) ? NULL : p; }
     """
     cdef struct iovec:
         void *iov_base
@@ -49,7 +48,6 @@ cdef extern from *:
     int eventfd(unsigned int initval, int flags) nogil
     ssize_t sendmsg(int fd, msghdr *m, int flags) nogil
     ssize_t recvmsg(int fd, msghdr *m, int flags) nogil
-    void *aligned "bpsx_aligned"(size_t size) nogil
 
 cdef enum:
     BUFFER = 64 << 10           # what is read beyond the body that is awaited; small messages come many at a time

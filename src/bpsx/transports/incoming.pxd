@@ -6,7 +6,8 @@ from libc.string cimport memcpy, memmove, memset
 
 from bpsx.core.sync cimport atomic_add
 from bpsx.transports.abi cimport Message
-from bpsx.transports.connection cimport BUFFER, MOST_HEAD, MSG_DONTWAIT, Connection, Prefix, State, aligned, iovec, msghdr, recvmsg
+from bpsx.transports.connection cimport BUFFER, MOST_HEAD, MSG_DONTWAIT, Connection, Prefix, State, iovec, msghdr, recvmsg
+from bpsx.transports.peers cimport aligned
 
 
 cdef inline size_t body_at(Prefix *p) noexcept nogil:

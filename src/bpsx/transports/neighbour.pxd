@@ -11,15 +11,8 @@ from libc.string cimport memcpy
 
 from bpsx.core.sync cimport Monitor, atomic_add, atomic_load, atomic_store, lock, unlock
 from bpsx.transports.abi cimport Endpoint, Message, done_fn
-from bpsx.transports.peers cimport Peers, room_for_peer, write
+from bpsx.transports.peers cimport Peers, aligned, room_for_peer, write
 from bpsx.transports.arena cimport Arena, Block, give_block, take_block
-
-cdef extern from *:
-    """
-    #include <stdlib.h>
-    static inline void *bpsx_block(size_t size) { void *p = NULL; return posix_memalign(&p, 64, size ? size : 1) ? NULL : p; }
-    """
-    void *aligned "bpsx_block"(size_t size) nogil
 
 cdef enum:
     TOKENS = 4096               # messages of one way that have not been returned

@@ -1,4 +1,4 @@
-# What every transport of our own keeps of its peers: who they are by number, and which of them have been lost.
+# What every transport of our own has: its peers by number, which of them have been lost, and memory for what those send.
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 from libc.string cimport memset
@@ -8,6 +8,13 @@ from bpsx.core.sync cimport Monitor, lock, unlock
 cdef extern from "<unistd.h>" nogil:
     ssize_t read(int fd, void *buf, size_t count)
     ssize_t write(int fd, const void *buf, size_t count)
+
+cdef extern from *:
+    """
+    #include <stdlib.h>
+    static inline void *bpsx_aligned(size_t size) { void *p = NULL; return posix_memalign(&p, 64, size ? size : 1) ? NULL : p; }
+    """
+    void *aligned "bpsx_aligned"(size_t size) nogil     # where sums can be made; for free()
 
 cdef struct Peers:              # connections by number
     void **at

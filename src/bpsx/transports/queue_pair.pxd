@@ -11,7 +11,7 @@ from libc.string cimport memmove
 from bpsx.core.sync cimport Monitor, atomic_load, atomic_store, lock, unlock
 from bpsx.transports.abi cimport Message, done_fn
 from bpsx.transports.peers cimport Losses, Peers, add_loss, write
-from bpsx.transports.units cimport UNIT, Units, give_units
+from bpsx.transports.units cimport Units, give_units
 from bpsx.transports.verbs cimport ibv_comp_channel, ibv_cq, ibv_qp, ibv_wc, reset
 
 cdef extern from "<sys/socket.h>" nogil:

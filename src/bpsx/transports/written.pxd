@@ -4,7 +4,6 @@
 # All of that comes back by itself but tokens and inboxes' units, which the other may hold for long: the first push of a round is where the sum is made.
 # So once half of either is in use the other is asked to copy what it keeps. Then no more than half is ever held, and where the rest has no room in one piece, the
 # message goes in several, which are never held.
-from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
