@@ -17,11 +17,23 @@ MACHINES = 4
 _BYTES = 100_000_000
 _TARGET, _TARGET_OF_GLOO = "<= 1.10", ">= 1.40"
 #: As docs/tuning.md has it for links as slow as these: the last partition's sum has to come back when all has been pushed.
-_OPTIONS = {"BYTEPS_ENABLE_MIXED_MODE": "1", "BYTEPS_PARTITION_BYTES": "131072", "BPSX_SEND_BUFFER_KB": "64", "OMP_NUM_THREADS": "1"}
+_OPTIONS = {"BYTEPS_ENABLE_MIXED_MODE": "1", "BYTEPS_PARTITION_BYTES": "131072", "OMP_NUM_THREADS": "1"}
+#: What connections do where there is no choice: BBR, which some hosts have, all but stops each for a fifth of a second every ten, to measure the link.
+_RATHER_THAN_BBR = "reno"
 #: tc's units, in bits per second.
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 #: A whole round may take long on a slow link.
 _PATIENCE = 600.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How everything is measured. ``rate``: of each link, in tc's notation."""
+
+    rate: str
+    transport: str
+    congestion: str
+    turns: int
 
 
 @dataclass
@@ -38,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spare", default="0,1,2,3,4", help="numbers of spare machines, with commas between (default: %(default)s)")
     parser.add_argument("--transport", choices=sorted(TRANSPORTS), default="shm", help="how messages travel (default: %(default)s: shared memory "
                         "within a machine, ZeroMQ between them)")
+    parser.add_argument("--congestion", help="TCP's congestion control, of both ways (default: the host's; where that is bbr, reno, if namespaces may have it)")
     parser.add_argument("--plot", metavar="FILE", help="draw it, as .svg or .png")
 
 
@@ -45,14 +58,17 @@ def run(options: argparse.Namespace) -> list[Case]:
     """All cases. Raises :class:`BenchError` if one cannot run."""
     spares = [_spare(text) for text in options.spare.split(",")]
     per_second = bytes_per_second(options.rate)
+    if options.congestion and options.congestion not in network.congestions():
+        raise BenchError(f"--congestion {options.congestion!r}: allowed are {', '.join(network.congestions())}")
     if reason := network.why_not():
         raise BenchError(f"links cannot be made slow here: {reason}")
-    found = {spare: _measure(spare, options.rate, per_second, options.transport, 1 if options.quick else 5) for spare in spares}
+    plan = Plan(options.rate, options.transport, options.congestion or _steady(), 1 if options.quick else 5)
+    found = {spare: _measure(spare, per_second, plan) for spare in spares}
     if options.plot:
         from bench.scaling.plot import draw
 
         draw(found, options.rate, options.plot)
-    return [case for spare, division in found.items() for case in _cases(spare, division)]
+    return [case for spare, division in found.items() for case in _cases(spare, division, plan)]
 
 
 def optimum(machines: int, spare: int, nbytes: int, per_second: float) -> float:
@@ -75,19 +91,24 @@ def _spare(text: str) -> int:
     return int(text)
 
 
-def _measure(spare: int, rate: str, per_second: float, transport: str, turns: int) -> Division:
+def _steady() -> str:
+    own = network.congestion()
+    return _RATHER_THAN_BBR if own == "bbr" and _RATHER_THAN_BBR in network.congestions() else own
+
+
+def _measure(spare: int, per_second: float, plan: Plan) -> Division:
     """Ours and gloo's in turn, on the same links; each after a call that does not count, since TCP begins anew after a pause."""
     workers = [f"worker {i}" for i in range(MACHINES)]
     beside = {f"server {i}": worker for i, worker in enumerate(workers)}
     division = Division(optimum=optimum(MACHINES, spare, _BYTES, per_second))
     names = ["scheduler", *workers, *(f"server {MACHINES + i}" for i in range(spare))]
-    with network.Links(names, rate, both=True, beside=beside) as links, \
-            Job(MACHINES, MACHINES + spare, transport, _OPTIONS, links=links) as job, peers.gloo(MACHINES, links=links) as gloo:
+    with network.Links(names, plan.rate, both=True, beside=beside, congestion=plan.congestion) as links, \
+            Job(MACHINES, MACHINES + spare, plan.transport, _OPTIONS, links=links) as job, peers.gloo(MACHINES, links=links) as gloo:
         progress(f"{spare} spare machines: first calls")
         _calls(job.workers, "one", 1)
         _calls(gloo, "all_reduce", 1)
-        for turn in range(turns):
-            progress(f"{spare} spare machines: turn {turn + 1} of {turns}")
+        for turn in range(plan.turns):
+            progress(f"{spare} spare machines: turn {turn + 1} of {plan.turns}")
             division.ours += _calls(job.workers, "one", 2)
             division.gloo += _calls(gloo, "all_reduce", 2)
     return division
@@ -97,9 +118,9 @@ def _calls(children: list[Child], op: str, calls: int) -> list[float]:
     return peers.slowest(children, op, timeout=_PATIENCE, nbytes=_BYTES, calls=calls, warm=1)
 
 
-def _cases(spare: int, division: Division) -> list[Case]:
+def _cases(spare: int, division: Division, plan: Plan) -> list[Case]:
     ours, gloo = statistics.median(division.ours), statistics.median(division.gloo)
     return [Case(f"optimum-k{spare}", ours, "s", peer=division.optimum, target=_TARGET, samples=division.ours,
-                 note=f"push_pull of 100 MB in partitions of 128 KiB, {MACHINES} machines, {spare} spare; what the links let through"),
+                 note=f"push_pull of 100 MB in partitions of 128 KiB, {MACHINES} machines, {spare} spare ({plan.congestion}); what the links let through"),
             Case(f"gloo-k{spare}", gloo, "s", peer=ours, target=_TARGET_OF_GLOO if spare == MACHINES else None, samples=division.gloo,
                  note="gloo's all_reduce on the same links; ours")]

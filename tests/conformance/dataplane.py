@@ -8,11 +8,17 @@ from typing import Any
 DONE = C.CFUNCTYPE(None, C.c_void_p, C.c_void_p)
 
 
+class Landing(C.Structure):
+    """``transports/abi.pxd``: Landing."""
+
+    _fields_ = [("at", C.c_uint64), ("room", C.c_uint64), ("key", C.c_uint32), ("remote", C.c_int)]
+
+
 class Message(C.Structure):
     """``transports/abi.pxd``: Message."""
 
     _fields_ = [("peer", C.c_uint32), ("has_body", C.c_int), ("head", C.c_void_p), ("head_size", C.c_size_t), ("body", C.c_void_p),
-                ("body_size", C.c_size_t), ("opaque", C.c_uint64 * 24), ("wrapper", C.c_uint64)]
+                ("body_size", C.c_size_t), ("opaque", C.c_uint64 * 24), ("wrapper", C.c_uint64), ("landing", Landing)]
 
 
 class Table(C.Structure):
@@ -21,16 +27,18 @@ class Table(C.Structure):
     _fields_ = [
         ("self", C.c_void_p),
         ("send", C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_uint32, C.c_void_p, C.c_size_t, C.c_void_p, C.c_void_p, C.c_void_p, C.c_size_t,
-                             C.c_void_p, C.c_void_p)),
+                             C.c_void_p, C.c_void_p, C.POINTER(Landing))),
         ("recv", C.CFUNCTYPE(C.c_int, C.c_void_p, C.POINTER(Message))),
         ("release", C.CFUNCTYPE(None, C.c_void_p, C.POINTER(Message))),
         ("wait", C.CFUNCTYPE(None, C.c_void_p, C.c_int)),
         ("wake", C.CFUNCTYPE(None, C.c_void_p)),
+        ("lend", C.CFUNCTYPE(None, C.c_void_p, C.c_void_p, C.c_uint64)),
     ]
 
 
 #: An endpoint runs the last done callbacks when it is closed, and reads what it was handed until then: none of this may go before.
 _alive: list[DataPlane] = []
+_lent: list[Any] = []
 
 
 class DataPlane:
@@ -47,30 +55,62 @@ class DataPlane:
         _alive.append(self)
         self._callback = DONE(lambda data, hint: self.done.append(hint or 0))
 
-    def send(self, peer: int, head: bytes, body: bytes | None = None, token: int = 1, own_head: bool = False) -> int:
-        """Send; ``body`` (and ``head``, if ``own_head``) is handed over and reported in :attr:`done` as ``token`` (head: -token)."""
+    def send(self, peer: int, head: bytes, body: bytes | None = None, token: int = 1, own_head: bool = False, landing: Landing | None = None) -> int:
+        """Send; ``body`` (and ``head``, if ``own_head``) is handed over and reported in :attr:`done` as ``token`` (head: 1000 more). ``landing``: where the
+        answer shall lie, or this body."""
         h = C.create_string_buffer(head, len(head))
         b = C.create_string_buffer(body, len(body)) if body is not None else None
         self._kept += [h, b]
         call = C.cast(self._callback, C.c_void_p)
         return self.table.send(
             self.table.self, peer, C.addressof(h), len(head), call if own_head else None, 1000 + token if own_head else None,
-            C.addressof(b) if b is not None else None, len(body) if body is not None else 0, call if b is not None else None, token)
+            C.addressof(b) if b is not None else None, len(body) if body is not None else 0, call if b is not None else None, token, landing)
 
     def receive(self, timeout: float = 20) -> tuple[int, bytes, bytes | None] | None:
         """The next message, waiting for it: (peer, head, body)."""
+        m = self.take(timeout)
+        if m is None:
+            return None
+        found = (m.peer, C.string_at(m.head, m.head_size), C.string_at(m.body, m.body_size) if m.has_body else None)
+        self.release(m)
+        return found
+
+    def take(self, timeout: float = 20) -> Message | None:
+        """The same as it lies there, to be released."""
         m = Message()
         for _ in range(int(timeout * (10 if self.other is None else 1000))):
             if self.table.recv(self.table.self, C.byref(m)) == 1:
-                found = (m.peer, C.string_at(m.head, m.head_size), C.string_at(m.body, m.body_size) if m.has_body else None)
-                self.table.release(self.table.self, C.byref(m))
-                return found
+                return m
             if self.other is None:
                 self.table.wait(self.table.self, 100)
             else:
                 self.other.wait(0)
                 self.table.wait(self.table.self, 1)
         return None
+
+    def release(self, m: Message) -> None:
+        self.table.release(self.table.self, C.byref(m))
+
+    def push(self, peer: int, head: bytes, body: C.Array[C.c_char], landing: Landing) -> int:
+        """Send ``body`` from where it lies, which stays."""
+        return self._send_from(peer, head, C.addressof(body), len(body), landing)
+
+    def answer(self, peer: int, head: bytes, m: Message) -> int:
+        """Send back a message's body from where it lies, and release it when that is done."""
+        released = DONE(lambda data, hint: self.release(m))
+        self._kept.append(released)
+        return self._send_from(peer, head, m.body, m.body_size, m.landing, C.cast(released, C.c_void_p))
+
+    def _send_from(self, peer: int, head: bytes, at: int, n: int, landing: Landing, done: Any = None) -> int:
+        h = C.create_string_buffer(head, len(head))
+        return self.table.send(self.table.self, peer, C.addressof(h), len(head), None, None, at, n, done, None, C.byref(landing))
+
+    def lend(self, memory: C.Array[C.c_char]) -> Landing:
+        """Memory that stays; returns it as where an answer may lie. Transports that do not care take it as any other."""
+        _lent.append(memory)
+        if self.table.lend:
+            self.table.lend(self.table.self, C.addressof(memory), len(memory))
+        return Landing(C.addressof(memory), len(memory), 0, 0)
 
     def wait(self, timeout_ms: int) -> None:
         self.table.wait(self.table.self, timeout_ms)

@@ -56,7 +56,7 @@ class Neighbours:
     def answer(self, rank: int, m: Message, done: Any, token: int) -> None:
         """With the body of ``m``, as a sum that was made there."""
         head = C.create_string_buffer(b"sum", 3)
-        assert self.s.table.send(self.s.table.self, rank, C.addressof(head), 3, None, None, m.body, m.body_size, done, token) == 0
+        assert self.s.table.send(self.s.table.self, rank, C.addressof(head), 3, None, None, m.body, m.body_size, done, token, None) == 0
 
     def memory(self) -> mmap.mmap:
         """The segment, as somebody else in this process sees it."""

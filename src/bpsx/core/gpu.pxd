@@ -83,7 +83,7 @@ cdef inline bint find_place(Core *c, Partition *p) noexcept nogil:
     cdef uint64_t nbytes = p.length * (c.machine.n_groups if c.machine != NULL else 1)
     if g.coder != NULL:
         nbytes = max(nbytes, words_at(p) + WORDS)
-    g.place = take_place(&c.gpu.places, c.device, c.machine, nbytes)
+    g.place = take_place(&c.gpu.places, c.endpoint, c.device, c.machine, nbytes)
     if g.place == NULL:
         give_up(c, E_DEVICE if c.device.broken(c.device.self) else E_MEMORY)
         return False

@@ -15,6 +15,7 @@ cdef enum:
     ALIKE = 6                   # the slot of `options` that a lane sets
     N_STATE = 4
     SLACK = 64
+    PAGE = 4096
     RATE_BYTES = 8              # `corrected`: a push begins with the learning rate, a float64
     STATE_HEAD = 16 + 8 * N_STATE
 
@@ -76,7 +77,8 @@ cdef inline Packed *packed_new(made) except NULL:
     p.sparse = made.sparse
     for i in range(N_OPTIONS):
         p.options[i] = made.options[i]
-    p.wire = <uint8_t *>malloc(most_bytes(p) + SLACK)
+    # Whole pages: an adapter may be told of them, and then forked children may not have them.
+    p.wire = <uint8_t *>aligned_alloc(PAGE, (most_bytes(p) + SLACK + PAGE - 1) & ~(<uint64_t>PAGE - 1))
     if made.residual:
         p.residual = <char *>calloc(max(p.n, 1), p.wide_itemsize)
     if made.momentum:

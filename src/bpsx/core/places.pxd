@@ -7,6 +7,7 @@ from libc.stdlib cimport calloc, free
 from bpsx.core.device cimport Device
 from bpsx.core.machine cimport PAGE, Machine
 from bpsx.core.partition cimport Place
+from bpsx.transports.abi cimport Endpoint
 
 cdef enum:
     SMALLEST = 8                # log2 of the bytes of the smallest place
@@ -41,8 +42,9 @@ cdef inline uint32_t kind_for(uint64_t nbytes) noexcept nogil:
     return kind
 
 
-cdef inline bint take_slab(Places *all, Device *d, Machine *m, uint64_t nbytes) noexcept nogil:
-    """More memory: the device's, or, with neighbours, of the own segment, where they can reach it. False when there is none."""
+cdef inline bint take_slab(Places *all, Endpoint *network, Device *d, Machine *m, uint64_t nbytes) noexcept nogil:
+    """More memory: the device's, or, with neighbours, of the own segment, where they can reach it; the network may read and write there. False when there is
+    none."""
     cdef uint64_t at
     all.given = all.slab_bytes = 0
     nbytes = (nbytes + SLAB - 1) // SLAB * SLAB
@@ -60,10 +62,12 @@ cdef inline bint take_slab(Places *all, Device *d, Machine *m, uint64_t nbytes) 
         all.slab_offset = at
         m.used = at + nbytes
     all.slab_bytes = nbytes
+    if network.lend != NULL:
+        network.lend(network.self, all.slab, nbytes)
     return True
 
 
-cdef inline Place *take_place(Places *all, Device *d, Machine *m, uint64_t nbytes) noexcept nogil:
+cdef inline Place *take_place(Places *all, Endpoint *network, Device *d, Machine *m, uint64_t nbytes) noexcept nogil:
     """Room for so many bytes; NULL when there is no memory."""
     cdef uint32_t kind = kind_for(nbytes)
     cdef uint64_t size = bytes_of(kind), gap
@@ -75,7 +79,7 @@ cdef inline Place *take_place(Places *all, Device *d, Machine *m, uint64_t nbyte
         return place
     gap = -all.given % min(size, <uint64_t>PAGE)
     if all.given + gap + size > all.slab_bytes:
-        if not take_slab(all, d, m, size):
+        if not take_slab(all, network, d, m, size):
             return NULL
         gap = 0
     place = <Place *>calloc(1, sizeof(Place))

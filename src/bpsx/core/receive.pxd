@@ -68,11 +68,11 @@ cdef inline int take_record(Core *c, Message *m, Header *h, char *body) noexcept
         if h.length > most_bytes(p.packed):
             return -1
         p.packed.size = h.length
-        if h.length:
-            memcpy(wire_of(p), body, h.length)       # an answer means that the server has had what lay there
+        if h.length and body != <char *>wire_of(p):             # an answer means that the server has had what lay there
+            memcpy(wire_of(p), body, h.length)
     elif h.length != p.length:
         return -1
-    elif p.length:
+    elif p.length and body != p.target:
         copy_past(p.target, body, p.length)
     advance(c, p)
     return 0

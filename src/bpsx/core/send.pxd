@@ -16,7 +16,7 @@ from bpsx.core.header cimport (
     REGISTER, STATE,
     Header, header_init, padded,
 )
-from bpsx.core.packed cimport server_state_bytes
+from bpsx.core.packed cimport most_bytes, server_state_bytes
 from bpsx.core.partition cimport Lane, Partition, Server, Task, wire_of
 from bpsx.core.queue cimport before, heap_pop
 from bpsx.core.stage cimport advance, give_up
@@ -25,6 +25,7 @@ from bpsx.core.status cimport DONE, E_MEMORY
 from bpsx.core.sync cimport atomic_add, atomic_load, atomic_store, now_ns
 from bpsx.core.watch cimport watched
 from bpsx.core.watching cimport spoke
+from bpsx.transports.abi cimport Landing
 
 # What is on its way through the transport: returned by its done callback, on whatever thread that runs.
 cdef struct Wire:
@@ -199,6 +200,20 @@ cdef inline char *put_push(Core *c, Partition *p, char *at, bint with_body) noex
     return at
 
 
+cdef inline bint lend_to(Core *c, Partition *p, Landing *landing) noexcept nogil:
+    """Where the answer is wanted, if that is memory of the core's own, which stays; the transport may prepare it. A tensor of the user's on the host may be
+    freed and made anew from step to step, at the same address: nobody would hear of it."""
+    cdef Task *task = p.tensor.current
+    cdef bint packed = p.packed != NULL and not p.keeps
+    if c.endpoint.lend == NULL or p.target == NULL or not packed and task.output != NULL and p.target == task.output + p.offset or p.keeps:
+        return False
+    landing.at = <uint64_t>(wire_of(p) if packed else p.target)
+    landing.room = most_bytes(p.packed) if packed else p.length
+    landing.key, landing.remote = 0, False
+    c.endpoint.lend(c.endpoint.self, <void *>landing.at, landing.room)
+    return True
+
+
 cdef inline void send_large(Core *c, Lane *lane, Partition *p) noexcept nogil:
     """Header, and the tensor's own memory behind it."""
     cdef uint64_t head_size = register_size(p) + HEADER_BYTES
@@ -206,6 +221,7 @@ cdef inline void send_large(Core *c, Lane *lane, Partition *p) noexcept nogil:
     cdef char *head = <char *>malloc(head_size)
     # A stand-in's memory belongs to the machine, and it is gone when the round is over.
     cdef Wire *w = take_credit(c, lane, task if task.handle != NULL else NULL, push_bytes(p)) if head != NULL else NULL
+    cdef Landing landing
     cdef int rc
     if w == NULL:
         free(head)
@@ -214,7 +230,8 @@ cdef inline void send_large(Core *c, Lane *lane, Partition *p) noexcept nogil:
     c.counters.sent += head_size
     put_push(c, p, put_register(c, p, head), False)
     rc = c.endpoint.send(
-        c.endpoint.self, p.lane, head, head_size, NULL, NULL, push_body(p), push_bytes(p), body_done, w)
+        c.endpoint.self, p.lane, head, head_size, NULL, NULL, push_body(p), push_bytes(p), body_done, w,
+        &landing if lend_to(c, p, &landing) else NULL)
     free(head)
     if rc != 0:
         atomic_store(&c.mute, p.lane + 1)
@@ -249,7 +266,7 @@ cdef inline void send_batch(Core *c, Lane *lane, uint32_t peer) noexcept nogil:
         if n:
             give_up(c, E_MEMORY)
         return
-    if c.endpoint.send(c.endpoint.self, peer, frame, at - frame, batch_done, w, NULL, 0, NULL, NULL) != 0:
+    if c.endpoint.send(c.endpoint.self, peer, frame, at - frame, batch_done, w, NULL, 0, NULL, NULL, NULL) != 0:
         atomic_store(&c.mute, peer + 1)
         return
     for i in range(n):
@@ -315,4 +332,4 @@ cdef inline int send_ping(Core *c, uint32_t peer, const char *nonce) noexcept no
     h.length = NONCE_BYTES
     memcpy(frame, &h, HEADER_BYTES)
     memcpy(frame + HEADER_BYTES, nonce, NONCE_BYTES)
-    return c.endpoint.send(c.endpoint.self, peer, frame, HEADER_BYTES + NONCE_BYTES, NULL, NULL, NULL, 0, NULL, NULL)
+    return c.endpoint.send(c.endpoint.self, peer, frame, HEADER_BYTES + NONCE_BYTES, NULL, NULL, NULL, 0, NULL, NULL, NULL)

@@ -21,7 +21,7 @@ from bpsx.core.places cimport SLAB
 from bpsx.core.post cimport NOTICE_BYTES, Board, Ring, Segment
 from bpsx.core.sync cimport atomic_add, atomic_load, atomic_store
 from bpsx.kernels.abi cimport fill_in
-from bpsx.transports.abi cimport Endpoint, Message, done_fn
+from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
 
 from bpsx.dtypes import BY_CODE
 from bpsx.errors import ConfigError
@@ -240,7 +240,7 @@ cdef class Machine:
 
 cdef int quiet_send(
     void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
-    void *body, size_t body_size, done_fn body_done, void *body_hint,
+    void *body, size_t body_size, done_fn body_done, void *body_hint, const Landing *landing,
 ) noexcept nogil:
     if head_done != NULL:
         head_done(head, head_hint)

@@ -21,7 +21,7 @@ from bpsx.server.notes cimport note_delta, note_message, note_push, note_sum
 from bpsx.server.packed cimport add_packed, hold_packed
 from bpsx.server.pending cimport keep_pending
 from bpsx.server.store cimport (
-    FAILED, MALFORMED, REPEATED, Entry, Share, Verdict, add, count_push, entry_free, memory_for, open_next_round,
+    FAILED, MALFORMED, REPEATED, Entry, Share, Verdict, add, count_push, entry_free, memory_for, note_landing, open_next_round,
 )
 from bpsx.transports.abi cimport Endpoint, Message
 
@@ -211,6 +211,7 @@ cdef int push(CLane *lane, Header *h, Message *m, char *body, bint *kept) noexce
     if verdict == REPEATED:
         lane.repeated += 1
         return 0
+    note_landing(e, h.sender, m)
     if lane.watch != NULL:
         begin = note_push(lane, e, h, body)
     if verdict != FAILED:
@@ -267,6 +268,7 @@ cdef Message *receive(CLane *lane) noexcept nogil:
     if m == NULL:
         lane.dropped += 1
         return NULL
+    m.landing.at = 0
     if lane.endpoint.recv(lane.endpoint.self, m) != 1:
         free(m)
         return NULL

@@ -44,7 +44,7 @@ cdef inline void flush(Lane *lane, uint32_t rank) noexcept nogil:
     cdef Out *out = &lane.outs[rank]
     if out.frame == NULL:
         return
-    lane.endpoint.send(lane.endpoint.self, rank, out.frame, out.size, frame_done, NULL, NULL, 0, NULL, NULL)
+    lane.endpoint.send(lane.endpoint.self, rank, out.frame, out.size, frame_done, NULL, NULL, 0, NULL, NULL, NULL)
     if lane.watch != NULL:
         lane.watch.sent += out.size
     out.frame = NULL
@@ -124,7 +124,7 @@ cdef inline void send_result(Lane *lane, Entry *e, uint32_t rank, uint64_t cooki
     cdef Header h
     reply_header(lane, &h, ANSWER, rank, e, cookie)
     h.length = length
-    lane.endpoint.send(lane.endpoint.self, rank, &h, HEADER_BYTES, NULL, NULL, body, length, result_done, r)
+    lane.endpoint.send(lane.endpoint.self, rank, &h, HEADER_BYTES, NULL, NULL, body, length, result_done, r, &e.shares[rank].landing)
     if lane.watch != NULL:
         lane.watch.sent += HEADER_BYTES + length
     lane.messages_out += 1

@@ -11,7 +11,7 @@ from bpsx.core.status cimport E_MEMORY, E_PROTOCOL
 from bpsx.kernels.abi cimport Kernels
 from bpsx.server.answer cimport Result, put_record, reply_header, result_in, send_error, send_result
 from bpsx.server.lane cimport Lane
-from bpsx.server.store cimport ACCEPTED, MALFORMED, REPEATED, Entry, Share, Verdict, memory_for
+from bpsx.server.store cimport ACCEPTED, MALFORMED, REPEATED, Entry, Share, Verdict, memory_for, note_landing
 from bpsx.transports.abi cimport Message
 
 
@@ -55,6 +55,7 @@ cdef inline int push_delta(Lane *lane, Entry *e, Header *h, Message *m, char *bo
     if verdict == REPEATED:
         lane.repeated += 1
         return 0
+    note_landing(e, h.sender, m)
     if e.nbytes and not add_delta(e, body, m != NULL, h.divisor):
         send_error(lane, h.sender, h.key, h.round, h.cookie, E_MEMORY, 0, 0)
     elif large:

@@ -13,7 +13,7 @@ from bpsx.core.header cimport ASYNC, BROADCAST, DISAGREED, PACKED, Header
 from bpsx.core.packed cimport Packed, most_bytes, packed_free
 from bpsx.core.status cimport E_JOINED, E_MISMATCH
 from bpsx.kernels.abi cimport Kernels, accumulate, wants_wide
-from bpsx.transports.abi cimport Message
+from bpsx.transports.abi cimport Landing, Message
 
 cdef enum Verdict:
     ACCEPTED = 0                # counted; the round is still open
@@ -30,6 +30,7 @@ cdef struct Share:
     Message *message            # held until its turn in fixed order; NULL: nothing held
     char *body
     uint64_t length             # of a compressed one
+    Landing landing             # where the answer shall lie
 
 cdef struct Entry:
     uint64_t key
@@ -152,6 +153,13 @@ cdef inline Verdict count_push(Entry *e, Header *h, uint32_t workers) noexcept n
     if e.status != 0:
         return FAILED
     return CLOSED if e.pushed == workers else ACCEPTED
+
+
+cdef inline void note_landing(Entry *e, uint32_t rank, const Message *m) noexcept nogil:
+    """Of a push that counts. `m`: its message, if the body is the message's own."""
+    e.shares[rank].landing.at = 0
+    if m != NULL:
+        e.shares[rank].landing = m.landing
 
 
 cdef inline bint memory_for(char **where, uint64_t nbytes) noexcept nogil:

@@ -7,9 +7,10 @@ from bpsx.core.sync cimport atomic_add
 from bpsx.transports.abi cimport Message
 from bpsx.transports.peers cimport aligned
 from bpsx.transports.queue_pair cimport (
-    EXPECTED, FROM_UNIT, HEAD_ROOM, MOST_HEAD, NO_TOKEN, PIECE, POLLED, RETURNED, RETURNS, SMALL, TOKENS, WHOLE, Connection, Prefix, State, Waiting,
+    EXPECTED, FROM_UNIT, HEAD_ROOM, LANDED, MOST_HEAD, NO_TOKEN, PIECE, POLLED, RETURNED, RETURNS, SMALL, TOKENS, WHOLE, Connection, Prefix, State, Waiting,
     before_body, complete, return_token, take_back, take_unit_back,
 )
+from bpsx.transports.registered cimport Range, find_range
 from bpsx.transports.units cimport UNIT
 from bpsx.transports.verbs cimport IBV_WC_RECV_RDMA_WITH_IMM, expect, ibv_poll_cq, ibv_sge, ibv_wc, immediate
 
@@ -25,6 +26,11 @@ cdef enum:
     MOST_BODY_GIB = 1024
 
 
+cdef inline bint is_lent(State *s, uint64_t at, uint64_t n) noexcept nogil:
+    cdef Range *lies = find_range(&s.memory, at, n)
+    return lies != NULL and lies.lent != NULL
+
+
 cdef inline bint makes_sense(State *s, Connection *c, Prefix *p, uint64_t room) noexcept nogil:
     """``room``: bytes behind the prefix in which the message must lie."""
     if p.head_size > MOST_HEAD or p.has_body > 1 or p.body_size > s.most_bytes or p.body_size >> 30 > MOST_BODY_GIB:
@@ -33,6 +39,8 @@ cdef inline bint makes_sense(State *s, Connection *c, Prefix *p, uint64_t room) 
         return False
     if p.kind == RETURNS:
         return True
+    if p.kind == LANDED:    # in what has been lent
+        return p.token == NO_TOKEN and p.has_body and p.head_size <= room and is_lent(s, p.begin, p.body_size)
     if p.kind == WHOLE:     # a small one has its body right behind its head
         return (p.head_size + p.body_size if p.token == NO_TOKEN else before_body(p.head_size) - sizeof(Prefix) + p.body_size) <= room
     return p.kind == PIECE and p.token < TOKENS and p.length <= room and p.begin + p.length <= p.head_size + p.body_size and p.length > 0
@@ -42,6 +50,7 @@ cdef inline void fill(Connection *c, Message *m, Prefix *p, char *head, char *bo
     m.peer, m.head, m.head_size, m.has_body, m.body_size = c.peer, head, p.head_size, p.has_body, p.body_size
     m.body = body if p.has_body else NULL
     m.opaque[0], m.opaque[1], m.opaque[2] = p.token, <uint64_t>block, <uint64_t>c
+    m.landing.at, m.landing.room, m.landing.key, m.landing.remote = p.begin if p.kind == WHOLE else 0, p.length, p.rkey, True
 
 
 cdef inline int take_copy(Connection *c, Message *m, Prefix *p, char *head, char *body) noexcept nogil:
@@ -53,7 +62,17 @@ cdef inline int take_copy(Connection *c, Message *m, Prefix *p, char *head, char
     memcpy(block, head, p.head_size)
     if p.body_size:
         memcpy(block + begin, body, p.body_size)
+        c.state.copied += p.body_size
     fill(c, m, p, block, block + begin, block)
+    return 1
+
+
+cdef inline int take_landed(Connection *c, Message *m, Prefix *p, char *head) noexcept nogil:
+    cdef char *block = <char *>aligned(p.head_size)
+    if block == NULL:
+        return -1
+    memcpy(block, head, p.head_size)
+    fill(c, m, p, block, <char *>p.begin, block)
     return 1
 
 
@@ -71,6 +90,7 @@ cdef inline int take_piece(Connection *c, Message *m, Prefix *p, char *at) noexc
     if p.length > of_head:
         memcpy(c.block + begin + (p.begin + of_head - p.head_size), at + of_head, p.length - of_head)
     c.filled += p.length
+    c.state.copied += p.length
     return_token(c, p.token, p.length)
     if c.filled < p.head_size + p.body_size:
         return 0
@@ -111,7 +131,9 @@ cdef inline int take_arrival(State *s, Connection *c, ibv_wc *wc, Message *m) no
     for i in range(p.n_returned if rc == 0 else 0):
         if not take_back(c, p.returned[i]):
             rc = -1
-    if rc == 0 and p.kind != RETURNS:
+    if rc == 0 and p.kind == LANDED:
+        rc = take_landed(c, m, &p, at)
+    elif rc == 0 and p.kind != RETURNS:
         rc = take_written(c, m, &p, at) if written else take_copy(c, m, &p, at, at + p.head_size)
     if rc < 0:
         atomic_add(&s.malformed, 1)
@@ -145,6 +167,7 @@ cdef inline int next_message(State *s, Connection *c, Message *m) noexcept nogil
         if wc.wr_id & FROM_UNIT:
             take_unit_back(c, <uint32_t>(wc.wr_id & (FROM_UNIT - 1)))
         elif wc.wr_id < TOKENS:
+            c.send_room += c.sent[wc.wr_id].landed
             complete(c, <uint32_t>wc.wr_id)
 
 

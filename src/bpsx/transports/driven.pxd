@@ -6,7 +6,8 @@ from bpsx.transports.abi cimport Message
 from bpsx.transports.arrived cimport next_message, take_waiting
 from bpsx.transports.connection cimport EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLLIN, EVENTS, epoll_event, epoll_set, epoll_wait
 from bpsx.transports.peers cimport read, room_for_peer
-from bpsx.transports.queue_pair cimport POLLED, Connection, State, add_range, let_go, lose
+from bpsx.transports.queue_pair cimport POLLED, Connection, State, let_go, lose
+from bpsx.transports.registered cimport add_range
 from bpsx.transports.verbs cimport ibv_ack_cq_events, ibv_cq, ibv_get_cq_event, ibv_poll_cq, ibv_req_notify_cq
 from bpsx.transports.written cimport can_give_news, flush, give_news, has_news
 
@@ -24,7 +25,7 @@ cdef inline void take_new(State *s) noexcept nogil:
     while c != NULL:
         following = c.next
         c.next, s.all = s.all, c
-        add_range(s, <uint64_t>c.inbox, <uint64_t>c.inbox + c.inbox_bytes, c.small_lkey)
+        add_range(&s.memory, <uint64_t>c.inbox, c.inbox_bytes, c.small_lkey, NULL)
         if room_for_peer(&s.peers, c.peer) and s.peers.at[c.peer] == NULL and epoll_set(s.epoll, EPOLL_CTL_ADD, c.fd, EPOLLIN, c) == 0:
             s.peers.at[c.peer] = c
         else:

@@ -5,6 +5,9 @@ import struct
 #: What a queue pair says of itself.
 PAIR: struct.Struct
 
+def explain_refusal(code: int) -> str:
+    """Why memory could not be registered, of an errno: with the limit, and what to do."""
+
 class Memory:
     """Memory of our own that the adapter can use."""
 

@@ -150,7 +150,7 @@ cdef class Adapter:
             code = errno
         if made.mr == NULL:
             made.close()
-            raise TransportError(f"{self.name}: {n >> 10} KiB of memory cannot be registered: {_why(code)}. {_limit()}")
+            raise TransportError(f"{self.name}: {n >> 10} KiB of memory cannot be registered: {explain_refusal(code)}")
         return made
 
     cdef Pair new_pair(self, uint32_t sends, uint32_t receives):
@@ -183,6 +183,11 @@ cdef class Adapter:
 
     def __dealloc__(self):
         self.close()
+
+
+def explain_refusal(code: int) -> str:
+    """Why memory could not be registered, of an errno."""
+    return f"{_why(code)}. {_limit()}"
 
 
 def _limit():

@@ -12,7 +12,7 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
 from bpsx.core.sync cimport Monitor, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock, wait, wait_until
-from bpsx.transports.abi cimport Endpoint, Message, done_fn
+from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
 
 from bpsx.errors import TransportError
 
@@ -94,7 +94,7 @@ cdef void finish(State *s, done_fn call, void *data, void *hint) noexcept nogil:
 
 cdef int loopback_send(
     void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
-    void *body, size_t body_size, done_fn body_done, void *body_hint,
+    void *body, size_t body_size, done_fn body_done, void *body_hint, const Landing *landing,
 ) noexcept nogil:
     cdef State *s = <State *>self
     cdef State *to = s.peers[peer] if peer < MAX_PEERS else NULL

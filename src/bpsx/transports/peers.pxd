@@ -47,9 +47,14 @@ cdef inline void forget_peers(Peers *p) noexcept nogil:
     p.at, p.n = NULL, 0
 
 
+cdef inline void ring(Losses *l) noexcept nogil:
+    """There is news. Any thread."""
+    cdef uint64_t one = 1
+    write(l.fd, &one, sizeof(one))
+
+
 cdef inline void add_loss(Losses *l, uint32_t peer) noexcept nogil:
     """Any thread."""
-    cdef uint64_t one = 1
     cdef uint32_t *grown
     lock(&l.monitor)
     if l.n == l.room:
@@ -60,7 +65,7 @@ cdef inline void add_loss(Losses *l, uint32_t peer) noexcept nogil:
         l.peers[l.n] = peer
         l.n += 1
     unlock(&l.monitor)
-    write(l.fd, &one, sizeof(one))
+    ring(l)
 
 
 cdef inline list take_losses(Losses *l):

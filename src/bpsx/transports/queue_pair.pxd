@@ -5,12 +5,12 @@
 # requests that the other has posted, its *credits*: what is returned, and how many requests were posted anew, travels in front of the next message,
 # or in one of its own where there is none for long.
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
-from libc.stdlib cimport free, realloc
-from libc.string cimport memmove
+from libc.stdlib cimport free
 
 from bpsx.core.sync cimport Monitor, atomic_load, atomic_store, lock, unlock
-from bpsx.transports.abi cimport Message, done_fn
+from bpsx.transports.abi cimport Landing, Message, done_fn
 from bpsx.transports.peers cimport Losses, Peers, add_loss, write
+from bpsx.transports.registered cimport Registered
 from bpsx.transports.units cimport Units, give_units
 from bpsx.transports.verbs cimport ibv_comp_channel, ibv_cq, ibv_qp, ibv_wc, reset
 
@@ -36,8 +36,9 @@ cdef enum Kind:
     WHOLE = 1                   # prefix, head at 64, body behind it at a multiple of 64
     PIECE = 2                   # prefix, and `length` bytes of head and body together, from `begin` on
     RETURNS = 3                 # a prefix only
+    LANDED = 4                  # prefix and head; the body is where its reader wanted it, at `begin`
 
-# What goes before each message: 64 bytes.
+# What goes before each message: 64 bytes. Of a whole one `begin`, `length` and `rkey` are where its answer's body shall lie.
 cdef struct Prefix:
     uint64_t body_size
     uint64_t begin
@@ -50,7 +51,7 @@ cdef struct Prefix:
     uint8_t tight               # much of the inbox is in use: the reader shall not keep the message there
     uint8_t n_returned
     uint16_t returned[RETURNED]
-    uint32_t unused
+    uint32_t rkey
 
 cdef struct Outgoing:           # a message that is not posted
     Outgoing *next
@@ -63,11 +64,13 @@ cdef struct Outgoing:           # a message that is not posted
     void *head_hint
     void *body_hint
     size_t sent                 # bytes of head and body together that went in pieces
+    Landing landing             # as in abi.pxd, with `key`; `at` 0: none
 
 cdef struct Sent:               # a message that is posted
     bint used
     bint written                # the card is done with our memory
     bint returned               # the other is with his
+    bint landed                 # it took two requests
     uint32_t there, n_there     # units of his inbox
     uint32_t here, n_here       # ... and of our outbox
     Outgoing what               # whom to tell
@@ -75,11 +78,6 @@ cdef struct Sent:               # a message that is posted
 cdef struct Waiting:            # a message that has come and was not asked for
     Message m
     Waiting *next
-
-cdef struct Range:              # registered memory
-    uint64_t begin
-    uint64_t end
-    uint32_t lkey
 
 cdef struct Connection:
     Connection *next
@@ -149,46 +147,13 @@ cdef struct State:
     char *outbox
     uint32_t outbox_lkey
     Units here
-    Range *ranges               # all registered memory, by address
-    uint32_t n_ranges
-    uint32_t room_of_ranges
+    Registered memory
+    int64_t copied              # bytes of bodies, by us
 
 
 cdef inline uint64_t before_body(size_t head_size) noexcept nogil:
     """Bytes from a message's prefix to its body."""
     return sizeof(Prefix) + ((head_size + HEAD_ROOM - 1) & ~<uint64_t>(HEAD_ROOM - 1))
-
-
-cdef inline void add_range(State *s, uint64_t begin, uint64_t end, uint32_t lkey) noexcept nogil:
-    """Without memory for it what lies there is copied."""
-    cdef uint32_t at = 0, wanted = max(16u, 2 * s.room_of_ranges)
-    cdef Range *grown
-    if s.n_ranges == s.room_of_ranges:
-        grown = <Range *>realloc(s.ranges, wanted * sizeof(Range))
-        if grown == NULL:
-            return
-        s.ranges, s.room_of_ranges = grown, wanted
-    while at < s.n_ranges and s.ranges[at].begin < begin:
-        at += 1
-    memmove(&s.ranges[at + 1], &s.ranges[at], (s.n_ranges - at) * sizeof(Range))
-    s.ranges[at].begin, s.ranges[at].end, s.ranges[at].lkey = begin, end, lkey
-    s.n_ranges += 1
-
-
-cdef inline bint find_range(State *s, char *body, size_t n, uint32_t *lkey) noexcept nogil:
-    """Whether so many bytes there are registered."""
-    cdef uint32_t low = 0, high = s.n_ranges, middle
-    cdef uint64_t at = <uint64_t>body
-    while low < high:
-        middle = (low + high) // 2
-        if s.ranges[middle].end <= at:
-            low = middle + 1
-        else:
-            high = middle
-    if low == s.n_ranges or s.ranges[low].begin > at or s.ranges[low].end - at < n:
-        return False
-    lkey[0] = s.ranges[low].lkey
-    return True
 
 
 cdef inline void tell_done(Outgoing *o) noexcept nogil:

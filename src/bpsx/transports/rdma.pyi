@@ -24,6 +24,9 @@ class RdmaEndpoint:
     @property
     def malformed(self) -> int:
         """Messages that made no sense; their connections were closed."""
+    @property
+    def copied(self) -> int:
+        """Bytes of messages' bodies that this end has copied, into registered memory or out of it; those of less than 256 bytes do not count."""
     def bind(self, host: str) -> str:
         """Listen on ``host`` at a port that the system chooses. Raises :class:`~bpsx.errors.TransportError`."""
     def join(self, job: int, rank: int) -> None:

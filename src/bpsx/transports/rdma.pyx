@@ -20,13 +20,14 @@ from libc.stdlib cimport calloc, free
 from posix.unistd cimport close as close_descriptor
 
 from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, unlock
-from bpsx.transports.abi cimport Endpoint, Message, done_fn
+from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
 from bpsx.transports.arrived cimport expect_one, take_all, take_waiting
 from bpsx.transports.connection cimport EFD_CLOEXEC, EFD_NONBLOCK, EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLLIN, epoll_create1, epoll_set, eventfd
 from bpsx.transports.driven cimport from_one, is_busy, look, see_to, take_new
 from bpsx.transports.hca cimport Adapter, Memory, Pair
-from bpsx.transports.peers cimport add_loss, forget_peers, take_losses
+from bpsx.transports.peers cimport add_loss, forget_peers, ring, take_losses
 from bpsx.transports.queue_pair cimport SMALL, TOKENS, Connection, Outgoing, State, let_go, lose, return_token, tell_done, wake_up
+from bpsx.transports.registered cimport Range, find_range, forget_registered, register_lent
 from bpsx.transports.units cimport units_free, units_init
 from bpsx.transports.verbs cimport ibv_wc_status_str
 from bpsx.transports.written cimport keep, post_message
@@ -35,7 +36,7 @@ from bpsx.config import NO_ENCRYPTION
 from bpsx.errors import TransportError
 from bpsx.transports import gate, gids
 from bpsx.transports.address import join_host_port, own_address_towards
-from bpsx.transports.hca import PAIR
+from bpsx.transports.hca import PAIR, explain_refusal
 
 log = logging.getLogger("bpsx.connections")
 # Magic, the inbox's address, bytes and key, receive requests; then the queue pair.
@@ -53,9 +54,24 @@ cdef enum:
 
 # ---- the data plane
 
+cdef void take_landing(State *s, Landing *out, const Landing *wanted) noexcept nogil:
+    """As the other end has to know it; none where the adapter does not reach it."""
+    cdef Range *lies = NULL
+    out.at = 0
+    if wanted == NULL or wanted.at == 0 or wanted.room > s.most_written:
+        return
+    out[0] = wanted[0]
+    if not wanted.remote:
+        lies = find_range(&s.memory, wanted.at, wanted.room)
+        if lies == NULL or lies.lent == NULL:
+            out.at = 0
+        else:
+            out.key = lies.lent.rkey
+
+
 cdef int rdma_send(
     void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
-    void *body, size_t body_size, done_fn body_done, void *body_hint,
+    void *body, size_t body_size, done_fn body_done, void *body_hint, const Landing *landing,
 ) noexcept nogil:
     cdef State *s = <State *>self
     cdef Connection *c
@@ -66,6 +82,7 @@ cdef int rdma_send(
     c = <Connection *>s.peers.at[peer] if peer < s.peers.n else NULL
     o.next, o.head, o.head_size, o.head_done, o.head_hint = NULL, <char *>head, head_size, head_done, head_hint
     o.body, o.body_size, o.body_done, o.body_hint, o.sent = <char *>body, body_size if body != NULL else 0, body_done, body_hint, 0
+    take_landing(s, &o.landing, landing)
     if c != NULL and not c.dead:
         rc = post_message(s, c, &o) if c.first == NULL else 0
     if rc == 0:
@@ -83,6 +100,12 @@ cdef int rdma_send(
         if c != NULL:
             lose(s, c)
     return 0 if rc > 0 else -1
+
+
+cdef void rdma_lend(void *self, void *at, uint64_t n) noexcept nogil:
+    cdef State *s = <State *>self
+    if not register_lent(&s.memory, <char *>at, n):
+        ring(&s.losses)         # who looks there says it
 
 
 cdef int rdma_receive(void *self, Message *m) noexcept nogil:
@@ -223,7 +246,7 @@ cdef class RdmaEndpoint:
             raise OSError("epoll, eventfd: cannot create a descriptor (too many open files?)")
         self.table.self = &self.state
         self.table.send, self.table.recv, self.table.release = rdma_send, rdma_receive, rdma_release
-        self.table.wait, self.table.wake = rdma_wait, rdma_wake
+        self.table.wait, self.table.wake, self.table.lend = rdma_wait, rdma_wake, rdma_lend
 
     cdef _use_adapter(self, str host):
         """The one for who has the address ``host``; once."""
@@ -235,7 +258,7 @@ cdef class RdmaEndpoint:
         log.info("RDMA: %s, GID %d (%s, %s)", port.name, gid.index, gid.address, gid.kind)
         self.outbox = opened.new_memory(OUTBOX, False)
         self.state.outbox, self.state.outbox_lkey = self.outbox.at, self.outbox.mr.lkey
-        self.state.channel = opened.channel
+        self.state.channel, self.state.memory.pd = opened.channel, opened.pd
         self.state.most_written = min(opened.most_bytes, <uint64_t>1 << 31)
         if self.state.here.taken == NULL and not units_init(&self.state.here, OUTBOX):
             raise MemoryError("no memory for the books of the outbox")
@@ -365,6 +388,10 @@ cdef class RdmaEndpoint:
                 if <long>c.peer == peer and c.why:
                     log.warning("the RDMA connection with peer %d broke: %s", peer, ibv_wc_status_str(c.why).decode())
                 c = c.next
+        if self.state.memory.why:
+            log.warning("%s: %d KiB of memory that stays cannot be registered, so what lies there is copied: %s", self.adapter.name,
+                        self.state.memory.refused >> 10, explain_refusal(self.state.memory.why))
+            self.state.memory.why = 0
         return found
 
     @property
@@ -381,6 +408,11 @@ cdef class RdmaEndpoint:
     def malformed(self) -> int:
         """Messages that made no sense; their connections were closed."""
         return atomic_load(&self.state.malformed)
+
+    @property
+    def copied(self) -> int:
+        """Bytes of messages' bodies that this end has copied, into registered memory or out of it; those of less than 256 bytes do not count."""
+        return self.state.copied
 
     def abi(self):
         """The data plane: a capsule with the C :c:struct:`Endpoint`, valid as long as this object."""
@@ -412,6 +444,7 @@ cdef class RdmaEndpoint:
             close_descriptor(link.c.fd)
             link.c.fd = -1
             link.close()
+        forget_registered(&self.state.memory, True)
         if self.outbox is not None:
             self.outbox.close()
         if self.adapter is not None:
@@ -434,7 +467,7 @@ cdef class RdmaEndpoint:
             if fd >= 0:
                 close_descriptor(fd)
         units_free(&self.state.here)
-        free(self.state.ranges)
+        forget_registered(&self.state.memory, self.pid == os.getpid())
         free(self.state.losses.peers)
 
 

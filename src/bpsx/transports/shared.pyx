@@ -19,7 +19,7 @@ from posix.unistd cimport close as close_descriptor
 from posix.unistd cimport getpid
 
 from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, unlock
-from bpsx.transports.abi cimport Endpoint, Message, done_fn
+from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
 from bpsx.transports.peers cimport forget_peers
 from bpsx.transports.neighbour cimport (
     Link, State, drop_link, notice, put, return_token, set_up, slot_bytes, take_entry, take_new, wake_up,
@@ -42,7 +42,7 @@ cdef enum:
 
 cdef int shared_send(
     void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
-    void *body, size_t body_size, done_fn body_done, void *body_hint,
+    void *body, size_t body_size, done_fn body_done, void *body_hint, const Landing *landing,
 ) noexcept nogil:
     cdef State *s = <State *>self
     cdef Link *l
@@ -52,7 +52,7 @@ cdef int shared_send(
         notice(s, l)
     if l != NULL and not l.dead and put(s, l, head, head_size, head_done, head_hint, body, body_size, body_done, body_hint):
         return 0
-    return s.inner.send(s.inner.self, peer, head, head_size, head_done, head_hint, body, body_size, body_done, body_hint)
+    return s.inner.send(s.inner.self, peer, head, head_size, head_done, head_hint, body, body_size, body_done, body_hint, landing)
 
 
 cdef int shared_receive(void *self, Message *m) noexcept nogil:
@@ -124,6 +124,11 @@ cdef void shared_wake(void *self) noexcept nogil:
     s.inner.wake(s.inner.self)
 
 
+cdef void shared_lend(void *self, void *at, uint64_t n) noexcept nogil:
+    cdef State *s = <State *>self
+    s.inner.lend(s.inner.self, at, n)
+
+
 cdef void free_link(Link *l) noexcept:
     if l != NULL:
         if l.wake_fd >= 0:
@@ -159,6 +164,8 @@ cdef class SharedEndpoint:
         self.table.self = &self.state
         self.table.send, self.table.recv, self.table.release = shared_send, shared_receive, shared_release
         self.table.wait, self.table.wake = shared_wait, shared_wake
+        if self.state.inner.lend != NULL:
+            self.table.lend = shared_lend
 
     def bind(self, host: str) -> str:
         """As the inner transport's; workers of this machine also find the lane by the address that it returns."""

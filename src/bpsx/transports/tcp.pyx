@@ -18,7 +18,7 @@ from libc.stdlib cimport calloc, free
 from posix.unistd cimport close as close_descriptor
 
 from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_init, unlock
-from bpsx.transports.abi cimport Endpoint, Message, done_fn
+from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
 from bpsx.transports.connection cimport (
     EFD_CLOEXEC, EFD_NONBLOCK, EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLLIN, EPOLLOUT, EVENTS, LOOK_EVERY, Connection, Outgoing, Prefix, State,
     epoll_create1, epoll_event, epoll_set, epoll_wait, eventfd, iovec, let_go, lose, make_ready, next_ready, take_new,
@@ -37,7 +37,7 @@ log = logging.getLogger("bpsx.connections")
 
 cdef int tcp_send(
     void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
-    void *body, size_t body_size, done_fn body_done, void *body_hint,
+    void *body, size_t body_size, done_fn body_done, void *body_hint, const Landing *landing,
 ) noexcept nogil:
     cdef State *s = <State *>self
     cdef Connection *c

@@ -16,6 +16,16 @@ cdef extern from *:
         wr.imm_data = htonl(imm); wr.wr.rdma.remote_addr = remote; wr.wr.rdma.rkey = rkey;
         return ibv_post_send(qp, &wr, &bad);
     }
+    /* A write without a word, and behind it a send that tells of it: the second's completion is that of both. */
+    static inline int bpsx_post_both(struct ibv_qp *qp, uint64_t id, struct ibv_sge *body, struct ibv_sge *head, int flags, uint64_t remote, uint32_t rkey) {
+        struct ibv_send_wr first, second, *bad;
+        memset(&first, 0, sizeof(first));
+        memset(&second, 0, sizeof(second));
+        first.wr_id = second.wr_id = id; first.num_sge = second.num_sge = 1; first.sg_list = body; second.sg_list = head; first.next = &second;
+        first.opcode = IBV_WR_RDMA_WRITE; first.wr.rdma.remote_addr = remote; first.wr.rdma.rkey = rkey;
+        second.opcode = IBV_WR_SEND; second.send_flags = IBV_SEND_SIGNALED | flags;
+        return ibv_post_send(qp, &first, &bad);
+    }
     static inline int bpsx_expect(struct ibv_qp *qp, uint64_t id, struct ibv_sge *piece) {
         struct ibv_recv_wr wr = { .wr_id = id, .sg_list = piece, .num_sge = 1 }, *bad;
         return ibv_post_recv(qp, &wr, &bad);
@@ -51,6 +61,7 @@ cdef extern from *:
         IBV_SEND_INLINE
         IBV_WC_RECV_RDMA_WITH_IMM
     int post "bpsx_post"(ibv_qp *qp, uint64_t id, ibv_sge *pieces, int n, int flags, uint64_t remote, uint32_t rkey, uint32_t imm) nogil
+    int post_both "bpsx_post_both"(ibv_qp *qp, uint64_t id, ibv_sge *body, ibv_sge *head, int flags, uint64_t remote, uint32_t rkey) nogil
     int expect "bpsx_expect"(ibv_qp *qp, uint64_t id, ibv_sge *piece) nogil
     int reset "bpsx_reset"(ibv_qp *qp) nogil
     int never_blocks "bpsx_never_blocks"(ibv_comp_channel *channel) nogil

@@ -4,17 +4,20 @@
 # All of that comes back by itself but tokens and inboxes' units, which the other may hold for long: the first push of a round is where the sum is made.
 # So once half of either is in use the other is asked to copy what it keeps. Then no more than half is ever held, and where the rest has no room in one piece, the
 # message goes in several, which are never held.
+#
+# The body of an answer goes where the reader has asked for it, if he has, and takes no room of his.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from bpsx.core.sync cimport atomic_load, atomic_store, lock, unlock
 from bpsx.transports.queue_pair cimport (
-    FROM_UNIT, NO_TOKEN, PIECE, RESERVED, RETURNED, RETURNS, SMALL, TOKENS, WHOLE, Connection, Outgoing, Prefix, Sent, State,
-    before_body, find_range, tell_done,
+    FROM_UNIT, LANDED, NO_TOKEN, PIECE, RESERVED, RETURNED, RETURNS, SMALL, TOKENS, WHOLE, Connection, Outgoing, Prefix, Sent, State,
+    before_body, tell_done,
 )
+from bpsx.transports.registered cimport Range, find_range
 from bpsx.transports.units cimport UNIT, give_units, longest_run, take_units, units_for
-from bpsx.transports.verbs cimport IBV_SEND_INLINE, ibv_sge, post
+from bpsx.transports.verbs cimport IBV_SEND_INLINE, ibv_sge, post, post_both
 
 
 cdef inline void put_prefix(Connection *c, Prefix *p, Outgoing *o, uint8_t kind) noexcept nogil:
@@ -24,6 +27,8 @@ cdef inline void put_prefix(Connection *c, Prefix *p, Outgoing *o, uint8_t kind)
     p.kind, p.token = kind, NO_TOKEN
     if o != NULL:
         p.head_size, p.has_body, p.body_size = <uint32_t>o.head_size, o.body != NULL, o.body_size
+    if kind == WHOLE and o.landing.at and not o.landing.remote:
+        p.begin, p.length, p.rkey = o.landing.at, <uint32_t>o.landing.room, o.landing.key
     p.credits, c.consumed = c.consumed, 0
     if atomic_load(&c.n_returned) == 0:
         return
@@ -87,7 +92,7 @@ cdef inline Sent *take_room(State *s, Connection *c, uint32_t n_there, uint32_t 
     cdef Sent *sent
     if c.n_unused == 0:
         return NULL
-    there = take_units(&c.there, n_there)
+    there = take_units(&c.there, n_there) if n_there else 0
     if there < 0:
         return NULL
     here = take_units(&s.here, n_here)
@@ -117,9 +122,9 @@ cdef inline int post_whole(State *s, Connection *c, Outgoing *o) noexcept nogil:
     """1: posted; 0: there is no room; -1: the connection is broken."""
     cdef uint64_t begin = before_body(o.head_size)
     cdef ibv_sge pieces[2]
-    cdef uint32_t token = 0, lkey = 0
-    cdef bint registered = o.body_size and find_range(s, o.body, o.body_size, &lkey)
-    cdef Sent *sent = take_room(s, c, units_for(begin + o.body_size), units_for(begin + (0 if registered else o.body_size)), &token)
+    cdef uint32_t token = 0
+    cdef Range *lies = find_range(&s.memory, <uint64_t>o.body, o.body_size) if o.body_size else NULL
+    cdef Sent *sent = take_room(s, c, units_for(begin + o.body_size), units_for(begin + (0 if lies != NULL else o.body_size)), &token)
     cdef char *here
     cdef Prefix *p
     if sent == NULL:
@@ -130,12 +135,49 @@ cdef inline int post_whole(State *s, Connection *c, Outgoing *o) noexcept nogil:
     p.token, p.tight = token, c.there.used > c.there.n // 2 or c.n_unused < TOKENS // 2
     memcpy(here + sizeof(Prefix), o.head, o.head_size)
     pieces[0].addr, pieces[0].length, pieces[0].lkey = <uint64_t>here, <uint32_t>begin, s.outbox_lkey
-    if registered:
-        pieces[1].addr, pieces[1].length, pieces[1].lkey = <uint64_t>o.body, <uint32_t>o.body_size, lkey
+    if lies != NULL:
+        pieces[1].addr, pieces[1].length, pieces[1].lkey = <uint64_t>o.body, <uint32_t>o.body_size, lies.lkey
     elif o.body_size:
         memcpy(here + begin, o.body, o.body_size)
+        s.copied += o.body_size
         pieces[0].length += <uint32_t>o.body_size
-    return write_out(c, sent, token, pieces, 2 if registered else 1, o)
+    return write_out(c, sent, token, pieces, 2 if lies != NULL else 1, o)
+
+
+cdef inline bint can_land(State *s, Connection *c, Outgoing *o) noexcept nogil:
+    """Whether the body can be written where its reader wants it. Its head goes behind it, and needs no room in the inbox."""
+    return o.landing.remote and o.landing.at and 0 < o.body_size <= min(o.landing.room, s.most_written) and sizeof(Prefix) + o.head_size <= SMALL \
+        and 1 + units_for(o.body_size) <= s.here.n // 4
+
+
+cdef inline int post_landed(State *s, Connection *c, Outgoing *o) noexcept nogil:
+    cdef Range *lies = find_range(&s.memory, <uint64_t>o.body, o.body_size)
+    cdef uint32_t token = 0
+    cdef ibv_sge head, body
+    cdef Sent *sent
+    cdef Prefix *p
+    if c.send_room <= RESERVED + 1:
+        return 0
+    sent = take_room(s, c, 0, 1 if lies != NULL else 1 + units_for(o.body_size), &token)
+    if sent == NULL:
+        return 0
+    sent.returned = sent.landed = True          # nothing lies in the inbox
+    p = <Prefix *>(s.outbox + <uint64_t>sent.here * UNIT)
+    put_prefix(c, p, o, LANDED)
+    p.token, p.begin = NO_TOKEN, o.landing.at
+    memcpy(p + 1, o.head, o.head_size)
+    head.addr, head.length, head.lkey = <uint64_t>p, <uint32_t>(sizeof(Prefix) + o.head_size), s.outbox_lkey
+    body.addr, body.length, body.lkey = <uint64_t>o.body, <uint32_t>o.body_size, lies.lkey if lies != NULL else s.outbox_lkey
+    if lies == NULL:
+        body.addr = <uint64_t>p + UNIT
+        memcpy(<char *>body.addr, o.body, o.body_size)
+        s.copied += o.body_size
+    if post_both(c.qp, token, &body, &head, IBV_SEND_INLINE if head.length <= c.most_inline else 0, o.landing.at, o.landing.key) != 0:
+        return -1
+    sent.what = o[0]
+    c.credits -= 1
+    c.send_room -= 2
+    return 1
 
 
 cdef inline void copy_piece(char *to, Outgoing *o, uint64_t n) noexcept nogil:
@@ -164,6 +206,7 @@ cdef inline int post_piece(State *s, Connection *c, Outgoing *o) noexcept nogil:
     put_prefix(c, p, o, PIECE)
     p.token, p.begin, p.length = token, o.sent, <uint32_t>left
     copy_piece(<char *>(p + 1), o, left)
+    s.copied += left
     o.sent += left
     piece.addr, piece.length, piece.lkey = <uint64_t>p, <uint32_t>(sizeof(Prefix) + left), s.outbox_lkey
     if o.sent == o.head_size + o.body_size:
@@ -184,6 +227,8 @@ cdef inline int post_message(State *s, Connection *c, Outgoing *o) noexcept nogi
     if o.sent == 0:
         if sizeof(Prefix) + o.head_size + o.body_size <= SMALL:
             return post_small(s, c, o)
+        if can_land(s, c, o):
+            return post_landed(s, c, o)
         wanted = units_for(before_body(o.head_size) + o.body_size)
         if wanted <= min(c.there.n, s.here.n) // 4 and wanted <= s.most_written // UNIT:
             rc = post_whole(s, c, o)

@@ -21,7 +21,7 @@ from libc.string cimport memcmp, memcpy
 from posix.unistd cimport close as close_descriptor
 
 from bpsx.core.sync cimport atomic_add, atomic_load
-from bpsx.transports.abi cimport Endpoint, Message, done_fn
+from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
 
 from bpsx import secret as secrets
 from bpsx.errors import TransportError
@@ -139,7 +139,7 @@ cdef int send_frame(State *s, void *data, size_t size, done_fn done, void *hint,
 
 cdef int zmq_send(
     void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
-    void *body, size_t body_size, done_fn body_done, void *body_hint,
+    void *body, size_t body_size, done_fn body_done, void *body_hint, const Landing *landing,
 ) noexcept nogil:
     cdef State *s = <State *>self
     cdef char routing_id[ID_BYTES]
