@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping
 
 import pytest
 
-from machine.emulated import Finished, MachineError, NoPackages, run, why_not
+from machine.emulated import Finished, MachineError, NoPackages, compiling, run, why_not
 
 _WHY_NOT = why_not()
 pytestmark = [pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT), pytest.mark.timeout(600)]
 _SUITES = ["tests/conformance/test_transports.py", "tests/cluster/test_rdma.py"]
+
+
+# What these suites push.
+_COMPILE = """
+from bpsx import kernels
+from bpsx.compression import compression, make
+from bpsx.dtypes import BY_NAME
+for name in ("float32", "float16"):
+    kernels.load(BY_NAME[name].code)
+make(compression({"compressor": "onebit", "ef": "vanilla"}), "float32", 4096, 0, None)
+"""
 
 
 def in_machine(*words: str, timeout: float = 540, device: bool = True, environment: Mapping[str, str] | None = None) -> Finished:
@@ -26,6 +39,7 @@ def in_machine(*words: str, timeout: float = 540, device: bool = True, environme
 
 def test_the_suites_that_need_an_adapter_pass() -> None:
     """All transports' conformance; sums, training, deaths, limits in whole jobs."""
+    subprocess.run([sys.executable, "-c", _COMPILE], env={**os.environ, **compiling()}, check=True, timeout=120)
     done = in_machine("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "rdma", "--timeout", "240", *_SUITES)
     assert done.status == 0, done.output[-6000:]
     passed = re.search(r"(\d+) passed, 1 skipped", done.output)      # of a machine without
