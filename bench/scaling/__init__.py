@@ -18,7 +18,7 @@ _BYTES = 100_000_000
 _TARGET, _TARGET_OF_GLOO = "<= 1.10", ">= 1.40"
 #: As docs/tuning.md has it for links as slow as these: the last partition's sum has to come back when all has been pushed.
 _OPTIONS = {"BYTEPS_ENABLE_MIXED_MODE": "1", "BYTEPS_PARTITION_BYTES": "131072", "OMP_NUM_THREADS": "1"}
-#: What connections do where there is no choice: BBR, which some hosts have, all but stops each for a fifth of a second every ten, to measure the link.
+#: BBR, which some hosts have, all but stops each connection for a fifth of a second every ten, to measure the link; a sum waits for the slowest.
 _RATHER_THAN_BBR = "reno"
 #: tc's units, in bits per second.
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spare", default="0,1,2,3,4", help="numbers of spare machines, with commas between (default: %(default)s)")
     parser.add_argument("--transport", choices=sorted(TRANSPORTS), default="shm", help="how messages travel (default: %(default)s: shared memory "
                         "within a machine, ZeroMQ between them)")
-    parser.add_argument("--congestion", help="TCP's congestion control, of both ways (default: the host's; where that is bbr, reno, if namespaces may have it)")
+    parser.add_argument("--congestion", help="TCP's congestion control, of both ways (default: the host's; if that is bbr, reno)")
     parser.add_argument("--plot", metavar="FILE", help="draw it, as .svg or .png")
 
 
@@ -121,6 +121,7 @@ def _calls(children: list[Child], op: str, calls: int) -> list[float]:
 def _cases(spare: int, division: Division, plan: Plan) -> list[Case]:
     ours, gloo = statistics.median(division.ours), statistics.median(division.gloo)
     return [Case(f"optimum-k{spare}", ours, "s", peer=division.optimum, target=_TARGET, samples=division.ours,
-                 note=f"push_pull of 100 MB in partitions of 128 KiB, {MACHINES} machines, {spare} spare ({plan.congestion}); what the links let through"),
+                 note=f"push_pull of 100 MB in partitions of 128 KiB, {MACHINES} machines, {spare} spare ({plan.congestion}); "
+                 "what the links let through"),
             Case(f"gloo-k{spare}", gloo, "s", peer=ours, target=_TARGET_OF_GLOO if spare == MACHINES else None, samples=division.gloo,
                  note="gloo's all_reduce on the same links; ours")]

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -75,7 +76,7 @@ def test_training_ends_in_the_same_weights_as_over_tcp() -> None:
     assert one[0][1] < 0.8 * one[0][0] and one[1] == other[1] == by_tcp[1]
 
 
-# What the transport copies, in rounds of one partition, which has 40 KB where it is compressed, or summed with a neighbour's in memory that both have.
+# What the transport copies in rounds of one partition, of 40 KB where it is compressed, or summed with a neighbour's in memory of both.
 COPIES = """
 import bpsx, hashlib, numpy as np
 from bpsx.api import session
@@ -131,6 +132,27 @@ def test_a_death_is_named(who: str) -> None:
 
 
 @with_rdma
+def test_forked_children_leave_the_adapter_alone() -> None:
+    """One ends as Python does, one is killed; their parent goes on over the same connections."""
+    run("""
+        import bpsx, gc, numpy as np, os, signal
+        bpsx.init()
+        for turn in range(4):
+            got = bpsx.push_pull(np.full(100_000, bpsx.rank() + turn, np.float32), "x", average=False)
+            assert (got == 1 + 2 * turn).all()
+            child = os.fork()
+            if child == 0:
+                if turn % 2:
+                    signal.pause()
+                gc.collect()
+                sys.exit(0)
+            if turn % 2:
+                os.kill(child, signal.SIGKILL)
+            assert os.waitpid(child, 0)[1] == (signal.SIGKILL if turn % 2 else 0)
+    """, env=RDMA)
+
+
+@with_rdma
 def test_too_little_memory_that_may_be_locked_is_said_with_the_limit() -> None:
     """By a worker; of a user without the right to lock more, which root has."""
     source = """
@@ -177,3 +199,27 @@ def test_without_an_adapter_that_is_said() -> None:
     done = _alone()
     assert done.returncode == 1 and re.search("there is no RDMA adapter on this machine|bpsx was built without RDMA", done.stderr), done.stderr
     assert "Traceback" not in done.stderr
+
+
+_ABSENT = """
+import sys
+
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "bpsx.transports.rdma":
+            raise ERROR
+
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize("error, said", [
+    ('ModuleNotFoundError("no such module", name=name)', r"built without RDMA, since .*: install libibverbs-dev .*, and bpsx again"),
+    ('ImportError("libibverbs.so.1: cannot open")', r"libibverbs\.so\.1: cannot open\. RDMA needs .*: install libibverbs1 and ibverbs-providers"),
+], ids=["without headers", "without the library"])
+def test_where_bpsx_cannot_have_rdma_it_says_what_to_install(error: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_ABSENT.replace("ERROR", error))
+    done = _alone(PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1 and re.search(said, done.stderr) and "Traceback" not in done.stderr, done.stderr

@@ -56,8 +56,8 @@ class DataPlane:
         self._callback = DONE(lambda data, hint: self.done.append(hint or 0))
 
     def send(self, peer: int, head: bytes, body: bytes | None = None, token: int = 1, own_head: bool = False, landing: Landing | None = None) -> int:
-        """Send; ``body`` (and ``head``, if ``own_head``) is handed over and reported in :attr:`done` as ``token`` (head: 1000 more). ``landing``: where the
-        answer shall lie, or this body."""
+        """Send; ``body`` (and ``head``, if ``own_head``) is handed over and reported in :attr:`done` as ``token`` (head: 1000 more).
+        ``landing``: where the answer shall lie, or this body."""
         h = C.create_string_buffer(head, len(head))
         b = C.create_string_buffer(body, len(body)) if body is not None else None
         self._kept += [h, b]

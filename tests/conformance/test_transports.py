@@ -23,7 +23,7 @@ from bpsx.transports.loopback import LoopbackEndpoint
 from bpsx.transports.shared import SharedEndpoint
 from bpsx.transports.tcp import TcpEndpoint
 from bpsx.transports.zeromq import ZeroMQEndpoint
-from conformance.dataplane import DataPlane, Landing
+from conformance.dataplane import DataPlane
 
 SIZES = [0, 1, 31, 32, 33, 64, 8191, 8192, 8193, 100_000, 4_096_000]
 
@@ -417,56 +417,6 @@ def test_a_broken_connection_is_noticed_and_named(transport, request):
     assert lost == [1]
     lanes[0].close()
     lanes[2].close()
-
-
-def rdma_planes(rdma):
-    """A worker and a lane, and their data planes."""
-    worker, lane = rdma(), rdma()
-    lane.join(77, 0)
-    worker.join(77, 5)
-    worker.connect(0, lane.bind("127.0.0.1"))
-    w, s = DataPlane(worker), DataPlane(lane)
-    w.other, s.other = s, w
-    return worker, lane, w, s
-
-
-def test_over_rdma_what_has_been_lent_is_copied_by_nobody(rdma):
-    """The push leaves from there, and the answer comes to lie there; not so elsewhere."""
-    worker, lane, w, s = rdma_planes(rdma)
-    memory, other = C.create_string_buffer(1 << 20), C.create_string_buffer(1 << 20)
-    landing = w.lend(memory)
-    for turn in range(30):          # more than the inbox and the send queue hold at once
-        memory.raw = bytes([turn]) * len(memory)
-        assert w.push(0, b"h" * 64, memory, landing) == 0
-        m = s.take()
-        assert m is not None and C.string_at(m.body, m.body_size) == memory.raw and m.landing.at == landing.at and m.landing.remote
-        C.memset(m.body, 100 + turn, m.body_size)
-        assert s.answer(5, b"H" * 64, m) == 0
-        answer = w.take()
-        assert answer is not None and answer.body == landing.at and memory.raw == bytes([100 + turn]) * len(memory)
-        assert C.string_at(answer.head, answer.head_size) == b"H" * 64
-        w.release(answer)
-    assert worker.copied == lane.copied == 0
-    assert w.push(0, b"h" * 64, other, Landing(C.addressof(other), len(other), 0, 0)) == 0
-    m = s.take()
-    assert m is not None and m.landing.at == 0 and worker.copied == len(other)
-    s.release(m)
-
-
-def test_over_rdma_nobody_writes_where_nothing_was_lent(rdma):
-    worker, _, w, s = rdma_planes(rdma)
-    landing = w.lend(C.create_string_buffer(1 << 20))
-    w.send(0, b"h" * 64, bytes(1 << 20), landing=landing)
-    m = s.take()
-    assert m is not None and m.landing.at
-    m.landing.at += 1 << 40
-    s.send(5, b"H" * 64, bytes(1000), landing=m.landing)
-    s.release(m)
-    lost: list[int] = []
-    while not lost:
-        assert w.receive(0.1) is None
-        lost = worker.lost()
-    assert lost == [0]
 
 
 def test_unusable_addresses_are_named(zeromq):

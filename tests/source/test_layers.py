@@ -28,8 +28,8 @@ ALLOWED = {
     ("bpsx.transports.zeromq", "bpsx.core.sync"),       # atomics and clock: no state of the core
     ("bpsx.transports.loopback", "bpsx.core.sync"),
     ("bpsx.transports.tcp", "bpsx.core.sync"), ("bpsx.transports.connection", "bpsx.core.sync"), ("bpsx.transports.incoming", "bpsx.core.sync"),
-    *((f"bpsx.transports.{module}", "bpsx.core.sync") for module in ("shared", "neighbour", "peers", "rdma", "queue_pair", "written", "arrived",
-                                                                            "driven")),
+    *((f"bpsx.transports.{module}", "bpsx.core.sync") for module in ("shared", "neighbour", "peers", "gated", "rdma", "queue_pair", "written",
+                                                                     "arrived", "driven")),
 }
 
 

@@ -36,7 +36,7 @@ def functions(text: str):
     """(name, lines) of each function, by indentation."""
     lines = text.splitlines()
     for i, line in enumerate(lines):
-        head = re.match(r"(\s*)(?:async\s+)?(?:def|cdef|cpdef)\b.*\(", line)
+        head = re.match(r"(\s*)(?:async\s+)?(?:def|cdef(?!\s+class)|cpdef)\b.*\(", line)
         if not head or line.rstrip().endswith((";", "nogil")) and not line.rstrip().endswith(":"):
             continue
         end = i + 1

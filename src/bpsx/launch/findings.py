@@ -83,7 +83,8 @@ def devices(report: Report) -> None:
         texts = [_read(port / name).split(":")[-1].strip() for name in ("state", "link_layer", "rate")]
         found.append(f"{port.parent.parent.name}/{port.name}: {', '.join(t for t in texts if t)}")
     report.add("devices", "RDMA", "; ".join(found) or "none in /sys/class/infiniband")
-    report.add("devices", "RDMA in bpsx", "yes" if importlib.util.find_spec("bpsx.transports.rdma") else "no: libibverbs' headers were not there when it was built")
+    built = importlib.util.find_spec("bpsx.transports.rdma") is not None
+    report.add("devices", "RDMA in bpsx", "built in" if built else "not built: the headers of libibverbs were missing")
 
 
 def _gpus() -> str:
@@ -111,8 +112,9 @@ def network(report: Report, config: Config | None) -> None:
     control = _read(Path("/proc/sys/net/ipv4/tcp_congestion_control"))
     report.add("network", "TCP congestion control", control or "unknown")
     if control == "bbr":
-        report.hints.append("TCP's congestion control is bbr, which slows each connection down for 0.2 s every 10 s to measure the network, and a push_pull "
-                            "waits for the slowest: within a data centre cubic is steadier (sysctl net.ipv4.tcp_congestion_control=cubic, on all machines)")
+        report.hints.append("TCP's congestion control is bbr, which slows each connection down for 0.2 s every 10 s to measure the network, and a "
+                            "push_pull waits for the slowest: within a data centre cubic is steadier (sysctl "
+                            "net.ipv4.tcp_congestion_control=cubic, on all machines)")
     if config is None:
         return
     if config.root_uri:

@@ -8,22 +8,22 @@ Connections begin over TCP, with the greeting that ``gate.py`` checks, then both
 stays: when the other process dies, it says so.
 """
 import logging
-import os
 import struct
 import time
 
 cimport cython
-from cpython.pycapsule cimport PyCapsule_New
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from posix.unistd cimport close as close_descriptor
+from posix.unistd cimport getpid
 
-from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, unlock
-from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
+from bpsx.core.sync cimport atomic_store, lock, monitor_destroy, monitor_init, unlock
+from bpsx.transports.abi cimport Landing, Message, done_fn
 from bpsx.transports.arrived cimport expect_one, take_all, take_waiting
-from bpsx.transports.connection cimport EFD_CLOEXEC, EFD_NONBLOCK, EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLLIN, epoll_create1, epoll_set, eventfd
+from bpsx.transports.connection cimport EPOLL_CTL_ADD, EPOLLIN, epoll_set
 from bpsx.transports.driven cimport from_one, is_busy, look, see_to, take_new
+from bpsx.transports.gated cimport GatedEndpoint
 from bpsx.transports.hca cimport Adapter, Memory, Pair
 from bpsx.transports.peers cimport add_loss, forget_peers, ring, take_losses
 from bpsx.transports.queue_pair cimport SMALL, TOKENS, Connection, Outgoing, State, let_go, lose, return_token, tell_done, wake_up
@@ -32,10 +32,9 @@ from bpsx.transports.units cimport units_free, units_init
 from bpsx.transports.verbs cimport ibv_wc_status_str
 from bpsx.transports.written cimport keep, post_message
 
-from bpsx.config import NO_ENCRYPTION
 from bpsx.errors import TransportError
 from bpsx.transports import gate, gids
-from bpsx.transports.address import join_host_port, own_address_towards
+from bpsx.transports.address import own_address_towards
 from bpsx.transports.hca import PAIR, explain_refusal
 
 log = logging.getLogger("bpsx.connections")
@@ -198,7 +197,7 @@ cdef class _Link:
 
 
 @cython.no_gc_clear
-cdef class RdmaEndpoint:
+cdef class RdmaEndpoint(GatedEndpoint):
     """Connections over RDMA. See :mod:`bpsx.transports.base` for the contract.
 
     ``depth``: receive requests of a connection; ``sends``: requests under way on it; ``inbox``: bytes that the other end can have written and that have
@@ -207,15 +206,6 @@ cdef class RdmaEndpoint:
     Not thread-safe, except :meth:`wake`, :meth:`lost`, and :meth:`close` after the thread that drives it has stopped.
     """
     cdef State state
-    cdef Endpoint table
-    cdef object gate
-    cdef bytes secret
-    cdef double interval, timeout
-    cdef object job
-    cdef int rank
-    cdef bint joined
-    cdef readonly str address
-    cdef bint made, closed
     cdef long pid
     cdef str device
     cdef object gid_index
@@ -227,23 +217,12 @@ cdef class RdmaEndpoint:
 
     def __cinit__(self, *, double heartbeat_interval, double heartbeat_timeout, bytes secret=b"", bint encrypt=False, int64_t most_bytes=-1,
                   uint32_t depth=512, uint32_t sends=128, uint64_t inbox=64 << 20, str device="", object gid_index=None):
-        self.state.epoll = self.state.wake_fd = self.state.losses.fd = -1
-        self.made, self.pid = True, os.getpid()
-        self.address, self.secret, self.rank, self.links = "", secret, -1, []
+        self.pid, self.secret, self.links = getpid(), secret, []
         self.interval, self.timeout, self.device, self.gid_index = heartbeat_interval, heartbeat_timeout, device, gid_index
         self.depth, self.sends, self.inbox = depth, sends, max(inbox, <uint64_t>LEAST_INBOX)
-        if encrypt:
-            raise TransportError(NO_ENCRYPTION)
+        self._set_up(&self.state.epoll, &self.state.wake_fd, &self.state.losses, &self.state.malformed, &self.state.monitor, encrypt)
         gids.ports()            # so that it is said at once when there is none
-        if monitor_init(&self.state.monitor) != 0 or monitor_init(&self.state.losses.monitor) != 0:
-            raise MemoryError("cannot create a mutex")
         self.state.most_bytes = <uint64_t>most_bytes        # -1: any
-        self.state.epoll = epoll_create1(EPOLL_CLOEXEC)
-        self.state.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
-        self.state.losses.fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
-        if min(self.state.epoll, self.state.wake_fd, self.state.losses.fd) < 0 or epoll_set(
-                self.state.epoll, EPOLL_CTL_ADD, self.state.wake_fd, EPOLLIN, NULL) != 0:
-            raise OSError("epoll, eventfd: cannot create a descriptor (too many open files?)")
         self.table.self = &self.state
         self.table.send, self.table.recv, self.table.release = rdma_send, rdma_receive, rdma_release
         self.table.wait, self.table.wake, self.table.lend = rdma_wait, rdma_wake, rdma_lend
@@ -269,21 +248,7 @@ cdef class RdmaEndpoint:
     def bind(self, host: str) -> str:
         """Listen on ``host`` at a port that the system chooses; returns and stores ``host:port``."""
         self._use_adapter(host)
-        listener = gate.listen(host)
-        self.gate = gate.Gate(listener, self.secret, self._meet)
-        self.address = join_host_port(host, listener.getsockname()[1])
-        self._open()
-        return self.address
-
-    def join(self, job: int, rank: int) -> None:
-        """The job's number, and the rank under which lanes shall know this endpoint; before :meth:`connect` and the first message. A lane lets
-        workers in from now on."""
-        self.job, self.rank, self.joined = job, rank, True
-        self._open()
-
-    def _open(self):
-        if self.gate is not None and self.joined and self.address:
-            self.gate.open(self.job, self.address)
+        return GatedEndpoint.bind(self, host)
 
     def connect(self, peer: int, address: str) -> None:
         """Reach the lane at ``host:port`` as peer number ``peer`` from now on."""
@@ -308,7 +273,7 @@ cdef class RdmaEndpoint:
             return
         self._use(link, made)
 
-    def _meet(self, made, rank: int) -> None:
+    def _take(self, made, rank: int) -> None:
         """A lane's part, on the gate's thread."""
         cdef _Link link
         try:
@@ -374,14 +339,10 @@ cdef class RdmaEndpoint:
         unlock(&self.state.monitor)
         wake_up(&self.state)
 
-    def watch(self) -> int:
-        """A descriptor that becomes readable when :meth:`lost` has news."""
-        return self.state.losses.fd
-
     def lost(self) -> list:
         """Peers whose connection has broken since the last call. Any thread."""
         cdef Connection *c
-        found = take_losses(&self.state.losses)
+        found = take_losses(self.losses)
         for peer in found:
             c = self.state.all
             while c != NULL:
@@ -395,31 +356,9 @@ cdef class RdmaEndpoint:
         return found
 
     @property
-    def wake_descriptor(self) -> int:
-        """What :meth:`wake` writes to."""
-        return self.state.wake_fd
-
-    @property
-    def refused(self) -> int:
-        """Connections turned away because they did not know the secret."""
-        return 0 if self.gate is None else self.gate.refused
-
-    @property
-    def malformed(self) -> int:
-        """Messages that made no sense; their connections were closed."""
-        return atomic_load(&self.state.malformed)
-
-    @property
     def copied(self) -> int:
         """Bytes of messages' bodies that this end has copied, into registered memory or out of it; those of less than 256 bytes do not count."""
         return self.state.copied
-
-    def abi(self):
-        """The data plane: a capsule with the C :c:struct:`Endpoint`, valid as long as this object."""
-        return PyCapsule_New(&self.table, b"bpsx.Endpoint", NULL)
-
-    def wake(self) -> None:
-        wake_up(&self.state)
 
     def close(self) -> None:
         """Drop what is unsent, run every outstanding done callback, free everything. Idempotent. What has been posted is given a moment to arrive."""
@@ -429,7 +368,7 @@ cdef class RdmaEndpoint:
         self.closed = True
         if self.gate is not None:
             self.gate.close()
-        if self.pid != os.getpid():     # a forked child has nothing of this but descriptors
+        if self.pid != getpid():        # a forked child has nothing of this but descriptors
             return
         take_new(&self.state)
         end = time.monotonic() + _LAST_SECONDS
@@ -459,16 +398,8 @@ cdef class RdmaEndpoint:
         return True
 
     def __dealloc__(self):
-        cdef int fd
-        if not self.made:
-            return
-        # A done callback that runs at the end may still wake us.
-        for fd in (self.state.epoll, self.state.wake_fd, self.state.losses.fd):
-            if fd >= 0:
-                close_descriptor(fd)
         units_free(&self.state.here)
-        forget_registered(&self.state.memory, self.pid == os.getpid())
-        free(self.state.losses.peers)
+        forget_registered(&self.state.memory, self.pid == getpid())
 
 
 def _hear(made, double seconds) -> bytes:

@@ -11,26 +11,23 @@ and body.
 import logging
 import socket as sockets
 
-from cpython.pycapsule cimport PyCapsule_New
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
-from posix.unistd cimport close as close_descriptor
 
-from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_init, unlock
-from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
+from bpsx.core.sync cimport atomic_store, lock, unlock
+from bpsx.transports.abi cimport Landing, Message, done_fn
 from bpsx.transports.connection cimport (
-    EFD_CLOEXEC, EFD_NONBLOCK, EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLLIN, EPOLLOUT, EVENTS, LOOK_EVERY, Connection, Outgoing, Prefix, State,
-    epoll_create1, epoll_event, epoll_set, epoll_wait, eventfd, iovec, let_go, lose, make_ready, next_ready, take_new,
+    EPOLLOUT, EVENTS, LOOK_EVERY, Connection, Outgoing, Prefix, State, epoll_event, epoll_wait, iovec, let_go, lose, make_ready, next_ready, take_new,
 )
+from bpsx.transports.gated cimport GatedEndpoint
 from bpsx.transports.incoming cimport next_message
-from bpsx.transports.peers cimport add_loss, forget_peers, read, take_losses, write
+from bpsx.transports.peers cimport add_loss, forget_peers, read, write
 from bpsx.transports.outgoing cimport flush, keep, put_rest, send_pieces, size_of, tell_when_writable
 
-from bpsx.config import NO_ENCRYPTION
 from bpsx.errors import TransportError
 from bpsx.transports import gate
-from bpsx.transports.address import join_host_port, send_buffer
+from bpsx.transports.address import send_buffer
 
 log = logging.getLogger("bpsx.connections")
 
@@ -133,60 +130,22 @@ cdef void tcp_wake(void *self) noexcept nogil:
     write((<State *>self).wake_fd, &one, sizeof(one))
 
 
-cdef class TcpEndpoint:
+cdef class TcpEndpoint(GatedEndpoint):
     """Connections over plain sockets. See :mod:`bpsx.transports.base` for the contract.
 
     Not thread-safe, except :meth:`wake`, :meth:`lost`, and :meth:`close` after the thread that drives it has stopped. ``io_threads`` is ZeroMQ's.
     """
     cdef State state
-    cdef Endpoint table
-    cdef object gate
-    cdef bytes secret
     cdef object send_buffer
-    cdef double interval, timeout
-    cdef object job
-    cdef int rank
-    cdef bint joined
-    cdef readonly str address
-    cdef bint closed
 
     def __cinit__(self, *, object send_buffer, double heartbeat_interval, double heartbeat_timeout, bytes secret=b"", bint encrypt=False,
                   int64_t most_bytes=-1, int io_threads=0):
-        self.state.epoll = self.state.wake_fd = self.state.losses.fd = -1
-        self.address, self.secret, self.send_buffer, self.rank = "", secret, send_buffer, -1
-        self.interval, self.timeout = heartbeat_interval, heartbeat_timeout
-        if encrypt:
-            raise TransportError(NO_ENCRYPTION)
-        if monitor_init(&self.state.monitor) != 0 or monitor_init(&self.state.losses.monitor) != 0:
-            raise MemoryError("cannot create a mutex")
+        self.secret, self.send_buffer, self.interval, self.timeout = secret, send_buffer, heartbeat_interval, heartbeat_timeout
+        self._set_up(&self.state.epoll, &self.state.wake_fd, &self.state.losses, &self.state.malformed, &self.state.monitor, encrypt)
         self.state.most_bytes = <uint64_t>most_bytes        # -1: any
-        self.state.epoll = epoll_create1(EPOLL_CLOEXEC)
-        self.state.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
-        self.state.losses.fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
-        if min(self.state.epoll, self.state.wake_fd, self.state.losses.fd) < 0 or epoll_set(
-                self.state.epoll, EPOLL_CTL_ADD, self.state.wake_fd, EPOLLIN, NULL) != 0:
-            raise OSError("epoll, eventfd: cannot create a descriptor (too many open files?)")
         self.table.self = &self.state
         self.table.send, self.table.recv, self.table.release = tcp_send, tcp_receive, tcp_release
         self.table.wait, self.table.wake = tcp_wait, tcp_wake
-
-    def bind(self, host: str) -> str:
-        """Listen on ``host`` at a port that the system chooses; returns and stores ``host:port``."""
-        listener = gate.listen(host)
-        self.gate = gate.Gate(listener, self.secret, self._take)
-        self.address = join_host_port(host, listener.getsockname()[1])
-        self._open()
-        return self.address
-
-    def join(self, job: int, rank: int) -> None:
-        """The job's number, and the rank under which lanes shall know this endpoint; before :meth:`connect` and the first message. A lane lets
-        workers in from now on."""
-        self.job, self.rank, self.joined = job, rank, True
-        self._open()
-
-    def _open(self):
-        if self.gate is not None and self.joined and self.address:
-            self.gate.open(self.job, self.address)
 
     def connect(self, peer: int, address: str) -> None:
         """Reach the lane at ``host:port`` as peer number ``peer`` from now on."""
@@ -221,36 +180,6 @@ cdef class TcpEndpoint:
         unlock(&self.state.monitor)
         tcp_wake(&self.state)
 
-    def watch(self) -> int:
-        """A descriptor that becomes readable when :meth:`lost` has news."""
-        return self.state.losses.fd
-
-    def lost(self) -> list:
-        """Peers whose connection has broken since the last call. Any thread."""
-        return take_losses(&self.state.losses)
-
-    @property
-    def wake_descriptor(self) -> int:
-        """What :meth:`wake` writes to."""
-        return self.state.wake_fd
-
-    @property
-    def refused(self) -> int:
-        """Connections turned away because they did not know the secret."""
-        return 0 if self.gate is None else self.gate.refused
-
-    @property
-    def malformed(self) -> int:
-        """Messages that made no sense; their connections were closed."""
-        return atomic_load(&self.state.malformed)
-
-    def abi(self):
-        """The data plane: a capsule with the C :c:struct:`Endpoint`, valid as long as this object."""
-        return PyCapsule_New(&self.table, b"bpsx.Endpoint", NULL)
-
-    def wake(self) -> None:
-        tcp_wake(&self.state)
-
     def close(self) -> None:
         """Drop what is unsent, run every outstanding done callback, free everything. Idempotent."""
         cdef Connection *c
@@ -266,11 +195,3 @@ cdef class TcpEndpoint:
             free(c)
         forget_peers(&self.state.peers)
         self.state.ready_first = self.state.ready_last = NULL
-
-    def __dealloc__(self):
-        # A done callback that runs at the end may still wake us.
-        cdef int fd
-        for fd in (self.state.epoll, self.state.wake_fd, self.state.losses.fd):
-            if fd >= 0:
-                close_descriptor(fd)
-        free(self.state.losses.peers)

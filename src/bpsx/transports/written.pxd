@@ -118,12 +118,11 @@ cdef inline int write_out(Connection *c, Sent *sent, uint32_t token, ibv_sge *pi
     return 1
 
 
-cdef inline int post_whole(State *s, Connection *c, Outgoing *o) noexcept nogil:
-    """1: posted; 0: there is no room; -1: the connection is broken."""
+cdef inline int post_whole(State *s, Connection *c, Outgoing *o, const Range *lies) noexcept nogil:
+    """`lies`: the registered memory that the body lies in, or NULL. 1: posted; 0: there is no room; -1: the connection is broken."""
     cdef uint64_t begin = before_body(o.head_size)
     cdef ibv_sge pieces[2]
     cdef uint32_t token = 0
-    cdef Range *lies = find_range(&s.memory, <uint64_t>o.body, o.body_size) if o.body_size else NULL
     cdef Sent *sent = take_room(s, c, units_for(begin + o.body_size), units_for(begin + (0 if lies != NULL else o.body_size)), &token)
     cdef char *here
     cdef Prefix *p
@@ -144,14 +143,14 @@ cdef inline int post_whole(State *s, Connection *c, Outgoing *o) noexcept nogil:
     return write_out(c, sent, token, pieces, 2 if lies != NULL else 1, o)
 
 
-cdef inline bint can_land(State *s, Connection *c, Outgoing *o) noexcept nogil:
+cdef inline bint can_land(State *s, Outgoing *o, uint32_t here) noexcept nogil:
     """Whether the body can be written where its reader wants it. Its head goes behind it, and needs no room in the inbox."""
     return o.landing.remote and o.landing.at and 0 < o.body_size <= min(o.landing.room, s.most_written) and sizeof(Prefix) + o.head_size <= SMALL \
-        and 1 + units_for(o.body_size) <= s.here.n // 4
+        and here <= s.here.n // 4
 
 
-cdef inline int post_landed(State *s, Connection *c, Outgoing *o) noexcept nogil:
-    cdef Range *lies = find_range(&s.memory, <uint64_t>o.body, o.body_size)
+cdef inline int post_landed(State *s, Connection *c, Outgoing *o, const Range *lies) noexcept nogil:
+    """As post_whole."""
     cdef uint32_t token = 0
     cdef ibv_sge head, body
     cdef Sent *sent
@@ -221,17 +220,21 @@ cdef inline bint has_room(Connection *c) noexcept nogil:
 cdef inline int post_message(State *s, Connection *c, Outgoing *o) noexcept nogil:
     """1: it is posted, and told of when the card is done with it; 0: not, or not all; -1: the connection is broken."""
     cdef int rc = 0
-    cdef uint32_t wanted
+    cdef uint32_t wanted, here
+    cdef const Range *lies
     if not has_room(c):
         return 0
     if o.sent == 0:
         if sizeof(Prefix) + o.head_size + o.body_size <= SMALL:
             return post_small(s, c, o)
-        if can_land(s, c, o):
-            return post_landed(s, c, o)
-        wanted = units_for(before_body(o.head_size) + o.body_size)
-        if wanted <= min(c.there.n, s.here.n) // 4 and wanted <= s.most_written // UNIT:
-            rc = post_whole(s, c, o)
+        lies = find_range(&s.memory, <uint64_t>o.body, o.body_size)
+        wanted = here = units_for(before_body(o.head_size) + o.body_size)
+        if lies != NULL:
+            here = units_for(before_body(o.head_size))
+        if can_land(s, o, here):
+            return post_landed(s, c, o, lies)
+        if wanted <= min(c.there.n // 4, <uint32_t>(s.most_written // UNIT)) and here <= s.here.n // 4:
+            rc = post_whole(s, c, o, lies)
             # What is not held comes back, and then there may be room.
             if rc or c.there.used > c.there.n // 2 or longest_run(&c.there) >= wanted:
                 return rc
