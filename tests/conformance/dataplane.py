@@ -32,7 +32,7 @@ class Table(C.Structure):
         ("release", C.CFUNCTYPE(None, C.c_void_p, C.POINTER(Message))),
         ("wait", C.CFUNCTYPE(None, C.c_void_p, C.c_int)),
         ("wake", C.CFUNCTYPE(None, C.c_void_p)),
-        ("lend", C.CFUNCTYPE(None, C.c_void_p, C.c_void_p, C.c_uint64)),
+        ("lend", C.CFUNCTYPE(None, C.c_void_p, C.c_uint32, C.c_void_p, C.c_uint64)),
     ]
 
 
@@ -109,7 +109,7 @@ class DataPlane:
         """Memory that stays; returns it as where an answer may lie. Transports that do not care take it as any other."""
         _lent.append(memory)
         if self.table.lend:
-            self.table.lend(self.table.self, C.addressof(memory), len(memory))
+            self.table.lend(self.table.self, 0, C.addressof(memory), len(memory))
         return Landing(C.addressof(memory), len(memory), 0, 0)
 
     def wait(self, timeout_ms: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 import numpy as np
 
@@ -20,14 +21,14 @@ class Rig:
     """A core whose lanes are endpoints that the test reads and writes."""
 
     def __init__(self, lanes: int = 1, credit: int = 0, hold_done: bool = False, start: bool = True, ahead_ms: float = 0,
-                 servers: int = 1, beside: Collection[int] = ()) -> None:
+                 servers: int = 1, beside: Collection[int] = (), wrap: Callable[[LoopbackEndpoint], Any] = lambda endpoint: endpoint) -> None:
         self.endpoint = LoopbackEndpoint()
         self.endpoint.hold_done = hold_done
         self.lanes = [LoopbackEndpoint() for _ in range(lanes)]
         for i, lane in enumerate(self.lanes):
             self.endpoint.connect(i, lane, 0)
             lane.connect(0, self.endpoint, i)
-        self.core = Core(self.endpoint, rank=0, job=7, lanes=[i % servers for i in range(lanes)], credit=credit, spin_us=0, ahead_ms=ahead_ms,
+        self.core = Core(wrap(self.endpoint), rank=0, job=7, lanes=[i % servers for i in range(lanes)], credit=credit, spin_us=0, ahead_ms=ahead_ms,
                          beside=beside)
         if start:
             self.core.start()

@@ -23,14 +23,14 @@ BIG = 50_000
 class Rig:
     """A lane with scripted workers."""
 
-    def __init__(self, workers: int = 2, **options) -> None:
+    def __init__(self, workers: int = 2, wrap=lambda endpoint: endpoint, **options) -> None:
         self.endpoint = LoopbackEndpoint()
         self.workers = [LoopbackEndpoint() for _ in range(workers)]
         for rank, worker in enumerate(self.workers):
             worker.connect(0, self.endpoint, rank)
             self.endpoint.connect(rank, worker, 0)
         self.log: list[str] = []
-        self.lane = Lane(self.endpoint, job=7, workers=workers, log=self.log.append, **options)
+        self.lane = Lane(wrap(self.endpoint), job=7, workers=workers, log=self.log.append, **options)
         self.thread = threading.Thread(target=self.lane.run)
         self.thread.start()
 

@@ -63,7 +63,7 @@ cdef inline bint take_slab(Places *all, Endpoint *network, Device *d, Machine *m
         m.used = at + nbytes
     all.slab_bytes = nbytes
     if network.lend != NULL:
-        network.lend(network.self, all.slab, nbytes)
+        network.lend(network.self, <uint32_t>-1, all.slab, nbytes)
     return True
 
 

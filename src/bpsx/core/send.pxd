@@ -210,7 +210,7 @@ cdef inline bint lend_to(Core *c, Partition *p, Landing *landing) noexcept nogil
     landing.at = <uint64_t>(wire_of(p) if packed else p.target)
     landing.room = most_bytes(p.packed) if packed else p.length
     landing.key, landing.remote = 0, False
-    c.endpoint.lend(c.endpoint.self, <void *>landing.at, landing.room)
+    c.endpoint.lend(c.endpoint.self, p.lane, <void *>landing.at, landing.room)
     return True
 
 

@@ -11,7 +11,7 @@ from bpsx.server.lane cimport Lane, Out
 from bpsx.server.notes cimport note_closed, note_closing
 from bpsx.server.packed cimport encode_sum
 from bpsx.server.store cimport Entry, finish_sum, memory_for, open_next_round
-from bpsx.transports.abi cimport Message
+from bpsx.transports.abi cimport Landing, Message
 
 # A result on its way to several workers: the message that holds it is let go with the last of them.
 cdef struct Result:
@@ -120,11 +120,14 @@ cdef inline Result *result_in(Lane *lane, Message *m, uint32_t receivers) noexce
     return r
 
 
-cdef inline void send_result(Lane *lane, Entry *e, uint32_t rank, uint64_t cookie, Result *r, char *body, uint64_t length) noexcept nogil:
+cdef inline void send_result(
+    Lane *lane, Entry *e, uint32_t rank, uint64_t cookie, Result *r, char *body, uint64_t length, const Landing *landing,
+) noexcept nogil:
+    """`landing`: of the push that this answers, or NULL."""
     cdef Header h
     reply_header(lane, &h, ANSWER, rank, e, cookie)
     h.length = length
-    lane.endpoint.send(lane.endpoint.self, rank, &h, HEADER_BYTES, NULL, NULL, body, length, result_done, r, &e.shares[rank].landing)
+    lane.endpoint.send(lane.endpoint.self, rank, &h, HEADER_BYTES, NULL, NULL, body, length, result_done, r, landing)
     if lane.watch != NULL:
         lane.watch.sent += HEADER_BYTES + length
     lane.messages_out += 1
@@ -137,7 +140,7 @@ cdef inline void answer_large(Lane *lane, Entry *e) noexcept nogil:
         return
     for rank in range(lane.workers):
         if e.shares[rank].pushed:
-            send_result(lane, e, rank, e.shares[rank].cookie, r, e.sum, e.nbytes)
+            send_result(lane, e, rank, e.shares[rank].cookie, r, e.sum, e.nbytes, &e.shares[rank].landing)
 
 
 cdef inline void answer_small(Lane *lane, Entry *e, char *body, uint64_t length) noexcept nogil:
@@ -169,7 +172,7 @@ cdef inline void answer_packed(Lane *lane, Entry *e) noexcept nogil:
     r.memory = wire
     for rank in range(lane.workers):
         if e.shares[rank].pushed:
-            send_result(lane, e, rank, e.shares[rank].cookie, r, wire, e.packed.size)
+            send_result(lane, e, rank, e.shares[rank].cookie, r, wire, e.packed.size, &e.shares[rank].landing)
 
 
 cdef inline void fail_round(Lane *lane, Entry *e) noexcept nogil:

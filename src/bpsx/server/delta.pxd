@@ -63,7 +63,7 @@ cdef inline int push_delta(Lane *lane, Entry *e, Header *h, Message *m, char *bo
         kept[0] = True
         r = result_in(lane, m, 1)
         if r != NULL:
-            send_result(lane, e, h.sender, h.cookie, r, body, e.nbytes)
+            send_result(lane, e, h.sender, h.cookie, r, body, e.nbytes, &e.shares[h.sender].landing)
     else:
         reply_header(lane, &reply, ANSWER, h.sender, e, h.cookie)
         reply.length = e.nbytes

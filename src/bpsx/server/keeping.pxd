@@ -38,5 +38,5 @@ cdef inline int push_state(Lane *lane, Entry *e, Header *h, const char *body) no
         free(memory)
         return 0
     r.memory = memory
-    send_result(lane, e, h.sender, h.cookie, r, memory, size)
+    send_result(lane, e, h.sender, h.cookie, r, memory, size, NULL)
     return 0

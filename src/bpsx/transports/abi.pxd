@@ -43,6 +43,6 @@ cdef struct Endpoint:
     # Park until something can be received, wake was called, or the time is over (-1: never).
     void (*wait)(void *self, int timeout_ms) noexcept nogil
     void (*wake)(void *self) noexcept nogil
-    # This memory stays as long as the endpoint is open, and will be sent from and answered into: it may be prepared for that. May be said again. By who
-    # sends. NULL: it makes no difference.
-    void (*lend)(void *self, void *at, uint64_t n) noexcept nogil
+    # This memory stays as long as the endpoint is open, and will be sent from to this peer (-1: to any) and answered into: it may be prepared for that.
+    # May be said again. By who sends. NULL: it makes no difference.
+    void (*lend)(void *self, uint32_t peer, void *at, uint64_t n) noexcept nogil

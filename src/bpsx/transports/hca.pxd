@@ -30,6 +30,7 @@ cdef class Adapter:
     cdef readonly str name
     cdef int port, gid_index, mtu
     cdef bint ethernet
+    cdef readonly bint forks    # memory that forked children inherit may be registered
     cdef uint16_t lid
     cdef uint64_t most_bytes    # of one message of the adapter's
     cdef bytes gid

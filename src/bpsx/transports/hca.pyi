@@ -23,6 +23,8 @@ class Adapter:
     """One port of an adapter, open."""
 
     name: str
+    forks: bool
+    """Whether memory that forked children inherit may be registered."""
 
     def __init__(self, name: str, port: int, gid_index: int, gid: str, ethernet: bool) -> None:
         """Raises :class:`~bpsx.errors.TransportError` if it cannot be opened."""

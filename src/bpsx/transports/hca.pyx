@@ -35,6 +35,12 @@ cdef enum:
     MOST_INLINE = 256
 
 
+def _copies_when_forking() -> bool:
+    """Whether the kernel gives children copies of registered pages, and not the parent: Linux 5.12 and later (ibv_fork_init(3))."""
+    release = os.uname().release.split(".")
+    return len(release) > 1 and release[0].isdigit() and release[1].isdigit() and (int(release[0]), int(release[1])) >= (5, 12)
+
+
 def _why(int code):
     return f"{os.strerror(code)} (errno {code})"
 
@@ -100,7 +106,8 @@ cdef class Adapter:
         self.pid = getpid()
         self.name, self.port, self.gid_index, self.ethernet = name, port, gid_index, ethernet
         self.gid = ipaddress.IPv6Address(gid).packed
-        ibv_fork_init()         # old kernels: memory of the queues shall stay ours when the script forks. Fails where it is too late.
+        # Old kernels: what is registered shall stay ours when the script forks. Fails where it is too late.
+        self.forks = ibv_fork_init() == 0 or _copies_when_forking()
         self._open()
         code = query_port(self.context, port, &attributes)
         if code:

@@ -95,13 +95,13 @@ cdef int rdma_send(
             return 0
         rc = -1
     if rc < 0:
-        tell_done(&o)
         if c != NULL:
-            lose(s, c)
+            lose(s, c)          # before: of two requests the first may have been taken
+        tell_done(&o)
     return 0 if rc > 0 else -1
 
 
-cdef void rdma_lend(void *self, void *at, uint64_t n) noexcept nogil:
+cdef void rdma_lend(void *self, uint32_t peer, void *at, uint64_t n) noexcept nogil:
     cdef State *s = <State *>self
     if not register_lent(&s.memory, <char *>at, n):
         ring(&s.losses)         # who looks there says it
@@ -237,7 +237,11 @@ cdef class RdmaEndpoint(GatedEndpoint):
         log.info("RDMA: %s, GID %d (%s, %s)", port.name, gid.index, gid.address, gid.kind)
         self.outbox = opened.new_memory(OUTBOX, False)
         self.state.outbox, self.state.outbox_lkey = self.outbox.at, self.outbox.mr.lkey
-        self.state.channel, self.state.memory.pd = opened.channel, opened.pd
+        self.state.channel = opened.channel
+        if opened.forks:
+            self.state.memory.pd = opened.pd
+        else:
+            log.info("%s: old kernel, and fork() was not prepared for in time: what stays where it is will be copied all the same", port.name)
         self.state.most_written = min(opened.most_bytes, <uint64_t>1 << 31)
         if self.state.here.taken == NULL and not units_init(&self.state.here, OUTBOX):
             raise MemoryError("no memory for the books of the outbox")

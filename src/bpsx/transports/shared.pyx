@@ -124,9 +124,11 @@ cdef void shared_wake(void *self) noexcept nogil:
     s.inner.wake(s.inner.self)
 
 
-cdef void shared_lend(void *self, void *at, uint64_t n) noexcept nogil:
+cdef void shared_lend(void *self, uint32_t peer, void *at, uint64_t n) noexcept nogil:
     cdef State *s = <State *>self
-    s.inner.lend(s.inner.self, at, n)
+    cdef Link *l = <Link *>s.peers.at[peer] if peer < s.peers.n else NULL
+    if l == NULL or l.dead:             # a neighbour gets a copy in memory of both
+        s.inner.lend(s.inner.self, peer, at, n)
 
 
 cdef void free_link(Link *l) noexcept:
