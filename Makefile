@@ -33,7 +33,7 @@ demo: build
 	$(BIN)/bpsx-run --local --workers 2 --servers 1 $(BIN)/python examples/pytorch/digits.py
 
 test: build
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 fuzz: build
 	$(BIN)/python -m pytest tests/cluster/test_fuzz.py --fuzz 10000000 -s
