@@ -15,7 +15,8 @@ from machine.emulated import Finished, MachineError, NoPackages, compiling, run,
 
 _WHY_NOT = why_not()
 pytestmark = [pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT), pytest.mark.timeout(900)]
-_SUITES = ["tests/conformance/test_transports.py", "tests/conformance/test_lent_memory.py", "tests/cluster/test_rdma.py"]
+_SUITES = ["tests/conformance/test_transports.py", "tests/conformance/test_lent_memory.py", "tests/cluster/test_rdma.py",
+           "tests/gpus/test_rdma_on_gpus.py"]
 
 
 # What these suites push.
