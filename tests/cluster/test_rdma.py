@@ -44,7 +44,7 @@ weights = {"w1": np.random.default_rng(7).normal(size=(300, 200)), "w2": np.rand
 weights = {name: (w / np.sqrt(w.shape[0])).astype(np.float32) for name, w in weights.items()}
 teacher = np.random.default_rng(9).normal(size=(300, 10)).astype(np.float32) / 17
 losses = []
-for step in range(12):
+for step in range(20):
     x = rng.normal(size=(64, 300)).astype(np.float32)
     hidden = np.maximum(x @ weights["w1"], 0)
     error = hidden @ weights["w2"] - x @ teacher
@@ -62,18 +62,18 @@ report(hashlib.sha256(b"".join(w.tobytes() for w in weights.values())).hexdigest
 @with_rdma
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_sums_of_all_sizes(lanes: int) -> None:
-    """In one partition, and, with two lanes, in partitions of a page."""
+    """The last is larger than what goes in one message, in one partition; with two lanes partitions are of a page."""
     cases = [(dtype, n, n % 2) for dtype in ("float32", "float16") for n in (0, 1, 1023, 20_000)]
-    cases += [("float32", 300_000, 1)] if lanes == 1 else []
+    cases += [("float32", 3_000_000, 1)] if lanes == 1 else []
     found = run(SUMS, 2, 1, env={**RDMA, "CASES": json.dumps(cases), "BYTEPS_SERVER_ENGINE_THREAD": str(lanes),
-                                 "BYTEPS_PARTITION_BYTES": str(2 << 20 if lanes == 1 else 4096)})
+                                 "BYTEPS_PARTITION_BYTES": str(64 << 20 if lanes == 1 else 4096)})
     assert found[0] == found[1] and len(found[0]) == len(cases)
 
 
 @with_rdma
 def test_training_ends_in_the_same_weights_as_over_tcp() -> None:
     (one, other), (by_tcp, _) = run(TRAINING, env=RDMA), run(TRAINING, env={"DMLC_ENABLE_RDMA": "tcp"})
-    assert one[0][1] < 0.9 * one[0][0] and one[1] == other[1] == by_tcp[1]
+    assert one[0][1] < 0.8 * one[0][0] and one[1] == other[1] == by_tcp[1]
 
 
 # What the transport copies in rounds of one partition, of 40 KB where it is compressed, or summed with a neighbour's in memory of both.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from conformance.dataplane import DataPlane, Landing
-from conformance.test_transports import made_by, rdma_endpoint
+from conformance.test_transports import made_by, network_pair, rdma_endpoint
 
 
 @pytest.fixture
@@ -18,10 +18,7 @@ def rdma() -> Iterator[Callable[..., object]]:
 
 def rdma_planes(rdma):
     """A worker and a lane, and their data planes."""
-    worker, lane = rdma(), rdma()
-    lane.join(77, 0)
-    worker.join(77, 5)
-    worker.connect(0, lane.bind("127.0.0.1"))
+    worker, lane = network_pair(rdma)
     w, s = DataPlane(worker), DataPlane(lane)
     w.other, s.other = s, w
     return worker, lane, w, s

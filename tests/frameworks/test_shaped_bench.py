@@ -48,13 +48,14 @@ def test_it_runs_reports_and_draws(tmp_path: Path) -> None:
     assert left_by(bench.pid) == []
 
 
-def test_ctrl_c_leaves_no_namespace() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_is_ended_leaves_no_namespace(number: signal.Signals) -> None:
     bench = start("--rate", "10mbit", "--spare", "0")
     assert bench.stderr is not None
     for line in bench.stderr:
         if "first calls" in line:
             break
     assert left_by(bench.pid)
-    bench.send_signal(signal.SIGINT)
+    bench.send_signal(number)
     bench.stderr.read()
     assert bench.wait(timeout=120) == 130 and left_by(bench.pid) == []

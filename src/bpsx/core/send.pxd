@@ -204,8 +204,10 @@ cdef inline bint lend_to(Core *c, Partition *p, Landing *landing) noexcept nogil
     """Where the answer is wanted, if that is memory of the core's own, which stays; the transport may prepare it. A tensor of the user's on the host may be
     freed and made anew from step to step, at the same address: nobody would hear of it."""
     cdef Task *task = p.tensor.current
-    cdef bint packed = p.packed != NULL and not p.keeps
-    if c.endpoint.lend == NULL or p.target == NULL or not packed and task.output != NULL and p.target == task.output + p.offset or p.keeps:
+    cdef bint packed = p.packed != NULL
+    if c.endpoint.lend == NULL or p.keeps or p.target == NULL:
+        return False
+    if not packed and task.output != NULL and p.target == task.output + p.offset:
         return False
     landing.at = <uint64_t>(wire_of(p) if packed else p.target)
     landing.room = most_bytes(p.packed) if packed else p.length
