@@ -23,7 +23,8 @@ $(VENV)/environment: pyproject.toml requirements-dev.txt
 	@touch $@
 
 $(VENV)/installed: $(VENV)/environment $(SOURCES)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
+		-Cbuild-dir=$(VENV)/build .
 	@touch $@
 
 # meson-python looks for the tools on the path, so they have to be there.

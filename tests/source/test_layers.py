@@ -13,13 +13,13 @@ LAYERS = [
     ("bpsx.torchrun", 1.8), ("bpsx.api", 2), ("bpsx.arrays", 2.2), ("bpsx.session", 2.5), ("bpsx.joining", 2.7), ("bpsx.compressing", 2.65),
     ("bpsx.declaring", 2.55), ("bpsx.devices", 2.68), ("bpsx.coding", 2.67), ("bpsx.saving", 2.8), ("bpsx.speed", 9),
     ("bpsx.compression", 3), ("bpsx._exit", 4),
-    ("bpsx.partitioner", 3.1), ("bpsx.placement", 3), ("bpsx.cards", 3), ("bpsx.unused", 11), ("bpsx.pipeline", 3),
+    ("bpsx.partitioner", 3.1), ("bpsx.placement", 3), ("bpsx.cards", 3), ("bpsx.pipeline", 3),
     ("bpsx.reporting", 2.7), ("bpsx.neighbourhood", 2.7), ("bpsx.timeline", 2.8),
     ("bpsx._watch", 4), ("bpsx._core", 4), ("bpsx._handle", 4.1), ("bpsx._tensor", 4.2), ("bpsx.core", 4.5),
     ("bpsx.local._cuda", 4.4), ("bpsx.local.cuda", 4.45), ("bpsx.local.topology", 8), ("bpsx.local", 3.5),
     ("bpsx.companions", 7), ("bpsx.transports.abi", 6), ("bpsx.transports", 5), ("bpsx.kernels.abi", 6), ("bpsx.kernels", 5),
     ("bpsx.launch", 0), ("bpsx.server", 2), ("bpsx.rendezvous.__main__", 2), ("bpsx.rendezvous", 2.6),
-    ("bpsx.errors", 11), ("bpsx.values", 11), ("bpsx.secret", 10.5), ("bpsx.alike", 9), ("bpsx.config", 10), ("bpsx.dtypes", 10), ("bpsx.logs", 9),
+    ("bpsx.errors", 11), ("bpsx.secret", 10.5), ("bpsx.config", 10), ("bpsx.dtypes", 10), ("bpsx.logs", 9),
     ("bpsx.arguments", 10), ("bpsx.clock", 9), ("bpsx.forking", 9), ("bpsx.host", 8), ("bpsx", 0.5),
 ]
 # Crossings that are meant, with their reason.

@@ -7,10 +7,10 @@ import stat
 
 import pytest
 
-from bpsx.alike import fingerprint
 from bpsx.config import OPTIONS, Config, cache_dir, faults, reference, runtime_dir
+from bpsx.config.fingerprint import fingerprint
+from bpsx.config.ignored import NOT_USED
 from bpsx.errors import ConfigError
-from bpsx.unused import NOT_USED
 
 WORKER = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "h", "DMLC_PS_ROOT_PORT": "1", "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1",
           "DMLC_WORKER_ID": "1"}
@@ -176,7 +176,7 @@ def test_cache_folder_is_private_and_falls_back(tmp_path, monkeypatch):
     assert cache_dir({"BPSX_CACHE_DIR": str(tmp_path / "a" / "b")}) == tmp_path / "a" / "b"
     blocked = tmp_path / "file"
     blocked.write_text("")
-    monkeypatch.setattr("bpsx.config.tempfile.gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr("bpsx.config.folders.tempfile.gettempdir", lambda: str(tmp_path / "tmp"))
     fallback = cache_dir({"XDG_CACHE_HOME": str(blocked)})
     assert fallback.name == f"bpsx-{os.getuid()}" and fallback.stat().st_uid == os.getuid()
     with pytest.raises(ConfigError, match="BPSX_CACHE_DIR"):
@@ -199,10 +199,10 @@ def test_blanks_around_a_value_do_not_matter_and_a_blank_is_no_value(name):
 def test_a_folder_of_somebody_elses_is_not_used(tmp_path, monkeypatch):
     """What is compiled is executed: a folder that another user prepared must not be read."""
     (tmp_path / "bpsx").mkdir()
-    monkeypatch.setattr("bpsx.config.tempfile.gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr("bpsx.config.folders.tempfile.gettempdir", lambda: str(tmp_path / "tmp"))
     assert cache_dir({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "bpsx"
     us = os.getuid()
-    monkeypatch.setattr("bpsx.config.os.getuid", lambda: us + 1)
+    monkeypatch.setattr("bpsx.config.folders.os.getuid", lambda: us + 1)
     for environment in ({"XDG_CACHE_HOME": str(tmp_path)}, {"BPSX_CACHE_DIR": str(tmp_path / "bpsx")}):
         with pytest.raises(ConfigError, match="BPSX_CACHE_DIR"):
             cache_dir(environment)
@@ -210,6 +210,6 @@ def test_a_folder_of_somebody_elses_is_not_used(tmp_path, monkeypatch):
 
 def test_a_home_that_cannot_be_written_to_is_no_obstacle(tmp_path, monkeypatch):
     (tmp_path / "home").write_text("a file, where not even root can make a folder")
-    monkeypatch.setattr("bpsx.config.tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("bpsx.config.folders.tempfile.gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache_dir({}) == tmp_path / f"bpsx-{os.getuid()}" and os.access(cache_dir({}), os.W_OK)

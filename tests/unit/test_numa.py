@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bpsx.config import Config
+from bpsx.config.parsers import cpu_list
 from bpsx.errors import ConfigError
 from bpsx.launch.numa import Core, plan, text, topology, wanted
-from bpsx.values import cpu_list
 
 
 def machine(folder: Path, nodes: list[list[list[int]]]) -> Path:

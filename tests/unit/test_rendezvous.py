@@ -9,8 +9,8 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpsx.alike import fingerprint
 from bpsx.config import Config
+from bpsx.config.fingerprint import fingerprint
 from bpsx.placement import Placement
 from bpsx.rendezvous import messages
 from bpsx.rendezvous.hub import Hub

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bpsx.config import Config
+from bpsx.config.parsers import cpu_list
 from bpsx.errors import ConfigError
-from bpsx.values import cpu_list
 
 _SYSTEM = Path("/sys/devices/system")
 

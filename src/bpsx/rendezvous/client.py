@@ -17,8 +17,8 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from bpsx.alike import fingerprint
 from bpsx.config import Config
+from bpsx.config.fingerprint import fingerprint
 from bpsx.errors import JobOverError, RendezvousError
 from bpsx.host import scheduler_address
 from bpsx.rendezvous import messages

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bpsx.alike import wrong_options
 from bpsx.cards import shares_by_host
 from bpsx.config import MOST_WORKERS
+from bpsx.config.fingerprint import wrong_options
 from bpsx.placement import Placement
 from bpsx.rendezvous.agreement import disagreement
 from bpsx.rendezvous.joins import Joins

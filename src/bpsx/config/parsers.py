@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 #: What :func:`flag` takes, for people.
@@ -102,3 +103,8 @@ def blacklist(text: str) -> str:
     if text != "-1":
         cpu_list(text)
     return text
+
+
+def folder(text: str) -> str:
+    """``~`` is the home folder also where no shell has seen it, as in a file of variables."""
+    return os.path.expanduser(text)

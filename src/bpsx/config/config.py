@@ -1,0 +1,200 @@
+"""The only reader of the environment.
+
+A malformed value is a :class:`~bpsx.errors.ConfigError` that names the variable, the value and
+what is allowed. An unknown ``BYTEPS_*`` or ``BPSX_*`` name gets a warning with the nearest known
+one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from bpsx import secret
+from bpsx.config.ignored import NOT_USED
+from bpsx.config.options import MOST_WORKERS, NO_ENCRYPTION, OPTIONS, TORCHRUN_OPTIONS, TRANSPORT_NAMES, Option
+from bpsx.config.parsers import folder
+from bpsx.errors import ConfigError
+
+
+def environment(given: Mapping[str, str] | None = None) -> Mapping[str, str]:
+    """``given``, or the environment of this process."""
+    return os.environ if given is None else given
+
+
+class Config:
+    """The values of all options, as attributes named by :attr:`Option.field`. Immutable after construction.
+
+    ``environ`` defaults to the process's environment; ``given`` overrides single fields. Raises :class:`~bpsx.errors.ConfigError`.
+    Thread-safe once made.
+    """
+
+    def __init__(self, environ: Mapping[str, str] | None = None, **given: Any) -> None:
+        source = environment(environ)
+        values: dict[str, Any] = {}
+        for option in OPTIONS:
+            if option.field in given:
+                values[option.field] = given.pop(option.field)
+            else:
+                values[option.field] = _read(option, source)
+        if given:
+            raise ConfigError(f"no such option: {', '.join(sorted(given))}")
+        self.__dict__.update(values)
+        self.unknown = tuple(_complain(source))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"no option is called {name!r}")
+
+    @property
+    def size(self) -> int:
+        """Workers in the job: machines times processes per machine."""
+        return int(self.num_worker * self.local_size)
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank, 0 to size-1."""
+        return int((self.worker_id or 0) * self.local_size + self.local_rank)
+
+    @property
+    def distributed(self) -> bool:
+        """Whether servers and a scheduler take part."""
+        return bool(self.size > 1 or self.force_distributed or self.asynchronous)
+
+    @property
+    def shares_machine(self) -> bool:
+        """Whether the worker processes of a machine sum among themselves first."""
+        return bool(self.local_size > 1 and self.local_reduce and not self.asynchronous)
+
+    @property
+    def servers(self) -> int:
+        """Servers that take part: none on a single machine whose processes sum among themselves, as with BytePS."""
+        if self.role == "worker" and self.num_worker == 1 and self.shares_machine and not self.force_distributed:
+            return 0
+        return int(self.num_server or 0)
+
+    @property
+    def secret_bytes(self) -> bytes:
+        """The job secret; empty if there is none. Reads the file anew. Raises :class:`~bpsx.errors.ConfigError` naming what is wrong with it."""
+        if self.secret:
+            return secret.accept(self.secret, "BPSX_SECRET")
+        return secret.read(self.secret_file) if self.secret_file else b""
+
+    def _missing(self, *fields: str) -> Iterable[str]:
+        missing = [o for o in OPTIONS if o.field in fields and getattr(self, o.field) is None]
+        if missing:
+            yield "not set: " + "; ".join(f"{o.env} ({o.help.rstrip('.')}; {o.allowed})" for o in missing)
+
+    def _server_faults(self) -> Iterable[str]:
+        """Whether there are as many as are needed."""
+        if self.role == "worker" and self.num_worker == 1 and self.shares_machine and not self.force_distributed:
+            return
+        yield from self._missing("num_server")
+        # A scheduler cannot know how many processes its one machine has.
+        if self.num_server == 0 and not (self.role == "scheduler" and self.num_worker == 1):
+            yield "DMLC_NUM_SERVER=0: at least one server is needed, except on a single machine"
+
+    def _worker_faults(self) -> Iterable[str]:
+        if self.size > MOST_WORKERS:
+            yield f"DMLC_NUM_WORKER x BYTEPS_LOCAL_SIZE = {self.size} workers: at most {MOST_WORKERS} are possible"
+        if (self.worker_id or 0) >= self.num_worker:
+            yield f"DMLC_WORKER_ID={self.worker_id}: allowed are 0..{self.num_worker - 1} (DMLC_NUM_WORKER={self.num_worker})"
+        yield from self._gpu_faults()
+        if self.local_rank >= self.local_size:
+            yield f"BYTEPS_LOCAL_RANK={self.local_rank}: allowed are 0..{self.local_size - 1} (BYTEPS_LOCAL_SIZE)"
+
+    def _gpu_faults(self) -> Iterable[str]:
+        if self.reduce_roots and self.switch_size is not None:
+            yield "BYTEPS_REDUCE_ROOTS and BYTEPS_PCIE_SWITCH_SIZE are two ways to do one thing: set one of them"
+        for root in self.reduce_roots or ():
+            if root >= self.local_size:
+                yield f"BYTEPS_REDUCE_ROOTS: there is no local rank {root}; allowed are 0..{self.local_size - 1} (BYTEPS_LOCAL_SIZE)"
+        if self.switch_size is not None and self.local_size % self.switch_size:
+            yield f"BYTEPS_PCIE_SWITCH_SIZE={self.switch_size}: must be a divisor of BYTEPS_LOCAL_SIZE={self.local_size}"
+
+    def faults(self) -> Iterable[str]:
+        """What does not fit together for this role, one text each. Without a role: what fits none."""
+        yield from self._missing("role")
+        try:
+            _ = self.secret_bytes       # what is wrong with it shall be told first
+        except ConfigError as error:
+            yield str(error)
+        if self.trace_end <= self.trace_start:
+            yield f"BYTEPS_TRACE_END_STEP={self.trace_end}: must be more than BYTEPS_TRACE_START_STEP={self.trace_start}"
+        if self.role in ("scheduler", "server") or (self.role == "worker" and self.distributed):
+            yield from self._missing("root_uri", "root_port")
+            yield from self._server_faults()
+        if self.role == "worker" and self.num_worker > 1:
+            yield from self._missing("worker_id")
+        if self.encrypt and TRANSPORT_NAMES[self.transport] != "zeromq":
+            yield NO_ENCRYPTION
+        if self.mixed_mode and self.key_hash_fn != "balanced":
+            yield f"BYTEPS_KEY_HASH_FN={self.key_hash_fn}: with BYTEPS_ENABLE_MIXED_MODE=1 bytes decide; allowed is balanced"
+        if self.role in ("worker", None):
+            yield from self._worker_faults()
+
+    def check(self) -> None:
+        """Whether the values fit together for this role. Raises :class:`~bpsx.errors.ConfigError` for the first of :meth:`faults`."""
+        for fault in self.faults():
+            raise ConfigError(fault)
+
+
+def faults(environ: Mapping[str, str] | None = None) -> list[str]:
+    """All that is wrong with the variables, where :class:`Config` and :meth:`Config.check` raise for the first. A role need not be named."""
+    good = dict(environment(environ))
+    found: dict[str, str] = {}
+    for option in OPTIONS:
+        try:
+            _read(option, good)
+        except ConfigError as error:
+            found[option.env] = str(error)
+            del good[option.env]
+    # What only follows from the lack of those says nothing new.
+    more = [f for f in Config(good).faults() if not f.startswith("not set: DMLC_ROLE") and not any(env in f for env in found)]
+    return [*found.values(), *more]
+
+
+def torchrun_variables() -> dict[str, str]:
+    """What torchrun has told this process, by field of :data:`TORCHRUN_OPTIONS`. Empty if ``DMLC_WORKER_ID`` or ``BYTEPS_LOCAL_RANK`` says its
+    place: these win."""
+    return {} if is_set("DMLC_WORKER_ID") or is_set("BYTEPS_LOCAL_RANK") else {o.field: os.environ.get(o.env, "").strip() for o in TORCHRUN_OPTIONS}
+
+
+def is_set(name: str) -> bool:
+    """Whether environment variable ``name`` is there and not empty."""
+    return bool(os.environ.get(name, "").strip())
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """The environment for a process that the launcher starts: ours with ``changes``."""
+    return {**os.environ, **changes}
+
+
+def _read(option: Option, source: Mapping[str, str]) -> Any:
+    text = source.get(option.env)
+    if text is None or (text == "" and option.parse not in (str, folder)):
+        return option.default() if callable(option.default) else option.default
+    try:
+        return option.parse(text.strip())
+    except ValueError:
+        raise ConfigError(f"{option.env}={text!r}: allowed is {option.allowed}") from None
+
+
+def _complain(source: Mapping[str, str]) -> Iterable[str]:
+    """Warnings about variables that will not do what their name promises."""
+    known = {o.env for o in OPTIONS}
+    for name in source:
+        if name in NOT_USED:
+            yield f"{name} is a BytePS variable that has no effect in this version of bpsx"
+        elif name.startswith(("BYTEPS_", "BPSX_")) and name not in known:
+            near = difflib.get_close_matches(name, known - {"BPSX_INSECURE"}, n=1)     # nobody shall switch that on by a guess
+            yield f"{name} is not a known option" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def frame_bound(config: Config | int) -> int:
+    """Bytes that one message on a data connection may have, by the options (or the value of BYTEPS_PARTITION_BYTES) of who receives it.
+
+    Without a bound a stranger could make a lane keep whatever he sends until his handshake is over time."""
+    nbytes = config if isinstance(config, int) else config.partition_bytes
+    return max(64 << 20, 4 * int(nbytes))   # what is compressed has partitions twice as large, and topk that keeps all makes twice that

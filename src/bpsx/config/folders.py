@@ -1,0 +1,58 @@
+"""Folders of this user: compiled kernels, sockets and records of running jobs."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from bpsx.config.config import environment
+from bpsx.config.parsers import folder as expanded
+from bpsx.errors import ConfigError
+
+
+def _cache_places(source: Mapping[str, str]) -> Iterator[Path]:
+    """Where compiled kernels may be, best first."""
+    if named := expanded(source.get("BPSX_CACHE_DIR", "")):
+        yield Path(named)
+        return
+    yield Path(source.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")) / "bpsx"
+    # Looked up only if need be: that makes a file for a moment, which stays if we are killed in it.
+    yield Path(tempfile.gettempdir()) / f"bpsx-{os.getuid()}"
+
+
+def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """A folder for compiled kernels that this user may write to: made if need be, private to the user."""
+    tried = []
+    for folder in _cache_places(environment(environ)):
+        tried.append(str(folder))
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        found = folder.stat()
+        # Who may write there decides what code runs here.
+        if os.access(folder, os.W_OK) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+            return folder
+    raise ConfigError("BPSX_CACHE_DIR: no folder that this user and nobody else may write to for compiled kernels; tried " + ", ".join(tried))
+
+
+def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """The folder for sockets and records of running jobs: ``bpsx-<user id>``, mode 0700, this user's; made if need be.
+
+    Raises :class:`~bpsx.errors.ConfigError` if somebody else owns it or others may enter it: its content could not be trusted.
+    """
+    source = environment(environ)
+    above = expanded(source.get("BYTEPS_SOCKET_PATH", "")) or source.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    folder = Path(above) / f"bpsx-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError as e:
+        raise ConfigError(f"BYTEPS_SOCKET_PATH: cannot make {folder}: {e.strerror}") from e
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"BYTEPS_SOCKET_PATH: {folder} must be a folder of user {os.getuid()}'s with mode 0700; "
+                          f"it belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):04o}")
+    return folder

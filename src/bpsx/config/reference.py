@@ -1,0 +1,31 @@
+"""The page ``docs/options.md``, generated from the table of options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bpsx.config.ignored import NOT_USED
+from bpsx.config.options import JOB, OPTIONS, TORCHRUN, TORCHRUN_OPTIONS
+
+
+def reference() -> str:
+    """The page ``docs/options.md``."""
+    lines = ["# Options", "", "Generated from `src/bpsx/config/options.py` by `make docs`. All options are environment variables.", ""]
+    options = (*OPTIONS, *TORCHRUN_OPTIONS)
+    for group in dict.fromkeys(o.group for o in options):
+        lines += [f"## {group}", ""]
+        if group == TORCHRUN:
+            lines += ["They count unless `DMLC_WORKER_ID` or `BYTEPS_LOCAL_RANK` is set ([pytorch.md](pytorch.md)).", ""]
+        lines += ["| variable | allowed | default | meaning |", "|---|---|---|---|"]
+        for o in (o for o in options if o.group == group):
+            default = "by cores" if callable(o.default) else "required or unset" if o.default is None and group == JOB else _plain(o.default)
+            allowed = o.allowed.replace("|", "\\|")
+            lines.append(f"| `{o.env}` | {allowed} | {default} | {o.help} |")
+        lines.append("")
+    lines += ["## Known from BytePS, without effect in this version", "", "Setting one of these gets a warning.", ""]
+    lines += [", ".join(f"`{n}`" for n in sorted(NOT_USED)), ""]
+    return "\n".join(lines)
+
+
+def _plain(default: Any) -> str:
+    return "unset" if default in (None, "") else str(int(default)) if isinstance(default, bool) else str(default)
