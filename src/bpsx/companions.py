@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 
 from bpsx.config import child_environment
 from bpsx.errors import RendezvousError
+from bpsx.host import SCRIPT_SIGNALS
 
 #: Roles that are modules of ours: each has a ``__main__`` with ``main() -> int``.
 MODULES = {"scheduler": "bpsx.rendezvous", "server": "bpsx.server"}
@@ -62,9 +64,13 @@ class Companions:
         self._lifelines.append(ours)
         with theirs:
             # In a session of its own, so that a signal to the workers' process group leaves it the time to tell how the job has ended.
-            process = subprocess.Popen(
-                module_command(role), env=child_environment(**environment, DMLC_ROLE=role, BPSX_LIFELINE_FD=str(theirs.fileno())),
-                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True)
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, SCRIPT_SIGNALS)     # until it ignores them
+            try:
+                process = subprocess.Popen(
+                    module_command(role), env=child_environment(**environment, DMLC_ROLE=role, BPSX_LIFELINE_FD=str(theirs.fileno())),
+                    pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._processes.append(process)
         return process
 

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from bpsx import errors
@@ -81,10 +82,35 @@ def allow_descriptors() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def ending_signals() -> tuple[signal.Signals, ...]:
-    """What ends a scheduler or a server in good order; SIGHUP unless our caller ignores it, as ``nohup`` does."""
-    hang_up = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else ()
-    return (signal.SIGTERM, signal.SIGINT, *hang_up)
+#: Signals that only a script gives a meaning to, as a batch system's warning does.
+SCRIPT_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def heed_signals(role: str, end: Callable[[signal.Signals], None], serving: Callable[[], bool], grace: float) -> None:
+    """Decide what signals do to a scheduler or a server, which workers may still need. For the main thread.
+
+    SIGINT calls ``end``. So does SIGTERM, at once unless ``serving()``, else after ``grace`` seconds or
+    with the second one: a batch system sends it to every process of a job, and workers save then.
+    SIGHUP, SIGUSR1 and SIGUSR2 are for scripts and do nothing here. ``end`` runs in a signal handler.
+    """
+    waiting = False
+
+    def at(number: int, _: FrameType | None) -> None:
+        nonlocal waiting
+        if number == signal.SIGTERM and not waiting and grace and serving():
+            waiting = True
+            signal.setitimer(signal.ITIMER_REAL, grace)
+            # Not the log: this may have interrupted it.
+            os.write(2, f"bpsx {role}: got SIGTERM: serves workers for {grace:g} s more (BPSX_TERM_GRACE); "
+                        "a second SIGTERM ends it now\n".encode())
+        else:
+            end(signal.SIGTERM if number == signal.SIGALRM else signal.Signals(number))
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+        signal.signal(number, at)
+    for number in SCRIPT_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SCRIPT_SIGNALS)     # who started us may have blocked them until now
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from typing import Any
 
 PY = sys.executable
 #: Ordinary signals, whatever the caller of pytest has made of them (background jobs ignore SIGINT), then exec.
-ORDINARY = ("import os, signal, sys; [signal.signal(s, signal.SIG_DFL) for s in (1, 2, 15, 17)];"
+ORDINARY = ("import os, signal, sys; [signal.signal(s, signal.SIG_DFL) for s in (1, 2, 10, 12, 15, 17)];"
             "signal.pthread_sigmask(signal.SIG_SETMASK, []); os.execv(sys.argv[1], sys.argv[1:])")
 RUN_JOB = """
 import json, sys
@@ -46,7 +46,7 @@ me = int(e.get("DMLC_WORKER_ID", -1))
 SERVER = JOIN + "link.recv(1)\n"
 FOR_EVER = "print('ready', flush=True)\nwhile True: signal.pause()\n"
 DEAF = "for s in (signal.SIGTERM, signal.SIGINT): signal.signal(s, signal.SIG_IGN)\n"
-TELL = "def tell(n, _): print('got', n, flush=True); os._exit(5)\nfor s in (1, 2, 15): signal.signal(s, tell)\n"
+TELL = "def tell(n, _): print('got', n, flush=True); os._exit(5)\nfor s in (1, 2, 10, 12, 15): signal.signal(s, tell)\n"
 
 
 def python(text: str) -> list[str]:

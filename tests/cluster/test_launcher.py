@@ -238,16 +238,52 @@ def test_a_command_that_cannot_be_run(launcher: Launcher, tmp_path: Path) -> Non
 # Signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_reaches_everybody(launcher: Launcher, number: signal.Signals) -> None:
-    hub = "import os, signal\n" + TELL + HUB
-    job = launcher.job(TELL + FOR_EVER, scheduler=hub, server=JOIN + TELL + FOR_EVER)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_reaches_the_workers_whom_the_others_outlive(launcher: Launcher, number: signal.Signals) -> None:
+    last = "print('ready', flush=True); link.recv(1); print('outlived them', flush=True)\n"
+    job = launcher.job(TELL + FOR_EVER, scheduler="import os, signal\n" + TELL + HUB, server=JOIN + TELL + last)
     wait_for(job, "[worker 0] ready", "[worker 1] ready", "[server 0] ready")
     job.send_signal(number)
     status, out, err = finish(job)
     assert status == 5
-    assert out == [f"[{n}] got {number}" for n in ("scheduler", "server 0", "worker 0", "worker 1")]
-    assert err[0].startswith(f"bpsx-run: told to stop by {number.name}; ")
+    assert out == ["[server 0] outlived them", f"[worker 0] got {number}", f"[worker 1] got {number}"]
+    stopped = number in (signal.SIGINT, signal.SIGTERM)
+    assert err[0].startswith(f"bpsx-run: told to stop by {number.name}; " if stopped else "bpsx-run: worker ")
+
+
+def test_workers_have_their_time_after_sigterm(launcher: Launcher) -> None:
+    # Worker 1 ends at once, with a status; worker 0 goes on saving until it is asked to end, beyond the grace of failures.
+    save = ("import queue\ntold = queue.SimpleQueue()\nsignal.signal(15, lambda *_: told.put(print('saving', flush=True)))\n"
+            "print('ready', flush=True)\ntold.get()\nif me: sys.exit(3)\ntold.get(); print('saved')\n")
+    job = launcher.job(save, grace=0)
+    wait_for(job, "[worker 0] ready", "[worker 1] ready")
+    job.terminate()
+    wait_for(job, "[worker 0] saving", "[worker 1] saving")
+    job.terminate()
+    _, out, err = finish(job)
+    assert "[worker 0] saved" in out
+    assert "worker 1 exited with status 3" in err[-1]
+    assert "worker 0" not in err[-1]        # it has ended well; what it needed no more was ended without grace
+
+
+def test_that_time_is_an_option(launcher: Launcher) -> None:
+    job = launcher.job(DEAF + FOR_EVER, workers=1, grace=0, environment={"BPSX_TERM_GRACE": "0.2"})
+    wait_for(job, "[worker 0] ready")
+    job.terminate()
+    status, _, err = finish(job)
+    assert status == 128 + signal.SIGTERM
+    assert "worker 0 was still running after the grace time (0.2 s), got SIGTERM and was killed by SIGKILL" in err[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_batch_systems_warning_ends_no_helper(launcher: Launcher, number: signal.Signals) -> None:
+    # As a batch system does it: to every process of the job, also to those that have just been started.
+    told = f"signal.signal({number}, lambda *_: (print('warned', flush=True), os._exit(0)))\n"
+    strike = f"import os, signal\nos.kill(os.getpid(), {number})\nprint('struck', flush=True)\n"
+    job = launcher.job(told + FOR_EVER, workers=1, scheduler=strike + HUB, server=strike + SERVER)
+    wait_for(job, "[worker 0] ready", "[scheduler] struck", "[server 0] struck")
+    job.send_signal(number)
+    assert finish(job) == (0, ["[worker 0] warned"], [])
 
 
 def test_a_signal_reaches_what_the_children_started(launcher: Launcher) -> None:

@@ -103,7 +103,7 @@ def test_a_worker_that_cannot_be_run(launcher: Launcher) -> None:
     assert "no-such-command-of-anybody" in err[0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_worker_gets_our_signals(launcher: Launcher, number: signal.Signals) -> None:
     job = launcher.start(words(*python("import os, signal\n" + TELL + FOR_EVER)), WORKER)
     wait_for(job, "ready")

@@ -85,7 +85,7 @@ def test_the_worst_status_and_the_others_end(launcher: Launcher) -> None:
     assert "worker 0.1 exited with status 6" in err[0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_signals_reach_all(launcher: Launcher, number: signal.Signals) -> None:
     job = launcher.start(words(*python("import os, signal\n" + TELL + FOR_EVER)), {**WORKER, "NVIDIA_VISIBLE_DEVICES": "0,1"})
     wait_for(job, "[worker 0.0] ready", "[worker 0.1] ready")

@@ -100,9 +100,9 @@ def test_first_a_grace_then_sigterm_then_sigkill() -> None:
 def test_without_grace() -> None:
     ending = Ending(10, 5)
     ending.begin(100)
-    ending.begin(101, at_once=True)
+    ending.begin(101, 0)
     assert ending.take(101) is signal.SIGTERM
-    ending.begin(102, at_once=True)
+    ending.begin(102, 0)
     assert ending.due == 106
     assert ending.take(106) is signal.SIGKILL
 

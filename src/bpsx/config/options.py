@@ -166,6 +166,9 @@ OPTIONS: tuple[Option, ...] = (
            "When all workers have waited this long for tensors that another one has not pushed, those push_pulls fail.", _FAIL),
     Option("shutdown_timeout", "BPSX_SHUTDOWN_TIMEOUT", number(0.1), 5.0, "seconds",
            "How long shutdown waits for push_pulls under way and for the scheduler's goodbye.", _FAIL),
+    Option("term_grace", "BPSX_TERM_GRACE", number(0), 30.0, "seconds",
+           "After SIGTERM: how long servers and scheduler still serve workers that save, and how long "
+           "bpsx-run waits for its workers before it ends them. A second SIGTERM ends at once.", _FAIL),
     Option("log_level", "BYTEPS_LOG_LEVEL", choice(*_LEVELS), "warning", " | ".join(_LEVELS), "What is logged, to standard error.", _LOG),
     Option("log_hide_time", "BYTEPS_LOG_HIDE_TIME", flag, False, FLAG, "Log without the time.", _LOG),
     Option("verbose", "PS_VERBOSE", integer(0, 2), 0, "0 | 1 | 2",

@@ -22,10 +22,11 @@ from types import FrameType
 
 from bpsx.config import Config, child_environment
 from bpsx.errors import ConfigError
+from bpsx.host import SCRIPT_SIGNALS
 from bpsx.launch import record
 from bpsx.launch.far import Far
 from bpsx.launch.output import Pump
-from bpsx.launch.roles import Process, Processes, cannot_run, child_setup, heeded
+from bpsx.launch.roles import ENDING, Process, Processes, cannot_run, child_setup, heeded
 
 #: How often the scheduler's port file is looked for. It is there before one could notice, and watching a folder is not portable.
 _LOOK = 0.01
@@ -90,20 +91,19 @@ class Child:
 
 
 class Ending:
-    """Which signal children that should be ending get, and when: SIGTERM after ``grace`` s, SIGKILL ``kill_after`` s later. Pure."""
+    """Which signal children that should be ending get, and when: SIGTERM after a grace time, SIGKILL ``kill_after`` s later. Pure."""
 
     def __init__(self, grace: float, kill_after: float) -> None:
         self._grace = grace
         self._kill_after = kill_after
         self._signal = signal.SIGTERM
         self.due: float | None = None
-        self._begun = False
 
-    def begin(self, now: float, at_once: bool = False) -> None:
-        """Start the clock, unless it runs; ``at_once``: without grace."""
-        if not self._begun or (at_once and self._signal is signal.SIGTERM):
-            self.due = now + (0 if at_once else self._grace)
-        self._begun = True
+    def begin(self, now: float, grace: float | None = None) -> None:
+        """Have SIGTERM due in ``grace`` seconds (default: the usual ones), unless it is due earlier or has been taken."""
+        if self._signal is signal.SIGTERM:
+            due = now + (self._grace if grace is None else grace)
+            self.due = due if self.due is None else min(self.due, due)
 
     def take(self, now: float) -> signal.Signals | None:
         """The signal that is due, once."""
@@ -123,11 +123,12 @@ class Job:
         self._commands = commands or {}
         self._complete = False  # whether all have been started
         self._state_fd = -1  # from which the scheduler's state can be read
-        self._state = b""
+        self._state: list[bytes] = []
         self._verdict: str | None = None  # what it had told when we first ended anybody
         self._children: list[Child] = []
         self._ended: list[Child] = []
-        self._ending = Ending(plan.grace, plan.kill_after)
+        self._ending = Ending(plan.grace, plan.kill_after)      # of workers
+        self._helpers = Ending(plan.grace, plan.kill_after)     # of scheduler and servers
         self._stop: list[int] = []  # signals that told us to stop
         self._record: Path | None = None
         self._trouble: tuple[str, int] | None = None  # what went wrong here, and the exit status for it
@@ -135,7 +136,8 @@ class Job:
     def run(self) -> int:
         """Run the job to its end. Returns the largest exit status of who ended by itself; raises ConfigError before anything is started."""
         self._plan.check()
-        self._asynchronous = Config().asynchronous
+        config = Config()
+        self._asynchronous, self._term_grace = config.asynchronous, max(config.term_grace, self._plan.grace)
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         with signals(self._on_signal) as wake:
             self._pump = Pump(wake, child_environment())
@@ -220,7 +222,7 @@ class Job:
             started = subprocess.Popen(
                 command, env=process.environment, stdin=subprocess.PIPE if process.request else subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, start_new_session=True,
-                pass_fds=kept, preexec_fn=child_setup(self._mask, process.cpus))
+                pass_fds=kept, preexec_fn=child_setup(self._mask, process.cpus, _not_for(process)))
             far = Far(process, started) if process.request else None
             self._children.append(Child(process.name, process.role, started, far))
             if far:
@@ -239,9 +241,9 @@ class Job:
 
     def _step(self, longest: float | None = None) -> None:
         """Wait for anything to happen, at most ``longest`` seconds, and deal with it."""
-        due = self._ending.due
-        waits = [w for w in (longest, None if due is None else max(0.0, due - time.monotonic())) if w is not None]
-        self._pump.step(min(waits, default=None))
+        now = time.monotonic()
+        waits = [max(0.0, due - now) for due in (self._ending.due, self._helpers.due) if due is not None]
+        self._pump.step(min([*waits, *([] if longest is None else [longest])], default=None))
         self._look(time.monotonic())
         self._escalate(time.monotonic())
 
@@ -262,8 +264,19 @@ class Job:
         early = [child for child in ended if child.role == "worker" and not child.status and not done and not self._stop and self._forming()]
         for child in early:
             self._pump.say(f"{child.name} has ended (status 0) without joining the job, which cannot form without it")
-        if self._stop or done or fatal or in_vain or early:
-            self._ending.begin(now, at_once=in_vain)
+        if in_vain:
+            self._end_all(now)
+        elif self._stop:
+            self._ending.begin(now, self._term_grace if self._stop[-1] == signal.SIGTERM else None)
+        elif fatal or early:
+            self._ending.begin(now)
+        if done or early:       # no worker needs the others any more, or will
+            self._helpers.begin(now)
+
+    def _end_all(self, now: float) -> None:
+        """End everybody, and at once."""
+        for ending in (self._ending, self._helpers):
+            ending.begin(now, 0)
 
     def _forming(self) -> bool:
         """Whether the scheduler is known to be waiting for others."""
@@ -273,8 +286,8 @@ class Job:
         """All that the scheduler has told."""
         if self._state_fd >= 0:
             with contextlib.suppress(BlockingIOError):
-                self._state += os.read(self._state_fd, _PIPE)
-        return self._state.decode()
+                self._state.append(os.read(self._state_fd, _PIPE))      # whole lines; a signal's handler reads, too
+        return b"".join(self._state).decode()
 
     def _blamed(self) -> tuple[Child | None, str]:
         """Whom the scheduler names as the cause of the job's end, nobody if that is us; and of what exception it died, if of one."""
@@ -290,26 +303,35 @@ class Job:
         return next((child for child in same if child.process.pid == int(pid)), None), ""
 
     def _escalate(self, now: float) -> None:
-        number = self._ending.take(now)
-        if number is None:
-            return
+        if number := self._ending.take(now):
+            self._send_overdue(number, [child for child in self._children if child.role == "worker"])
+            self._helpers.begin(now, self._plan.kill_after)     # they outlive those they serve
+        if number := self._helpers.take(now):
+            self._send_overdue(number, [child for child in self._children if child.role != "worker"])
+
+    def _send_overdue(self, number: signal.Signals, children: Sequence[Child]) -> None:
         self._verdict = self._hear() if self._verdict is None else self._verdict
-        for child in self._children:
+        told = self._stop and self._stop[-1] == signal.SIGTERM
+        for child in children:
             child.send(number)
             if child.status is None and not child.overdue:
-                waited = "running before the job had formed" if self._forming() else f"running after the grace time ({self._plan.grace:g} s)"
+                grace = self._term_grace if told and child.role == "worker" else self._plan.grace
+                waited = "running before the job had formed" if self._forming() else f"running after the grace time ({grace:g} s)"
                 child.overdue = f"was still {waited}, got {number.name} and "
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         """Pass a signal on at once: the loop may be in the middle of something."""
         kill = number == signal.SIGINT and number in self._stop
+        everybody = kill or (number in ENDING and (not self._complete or self._forming()))
         for child in self._children:
-            child.send(signal.SIGKILL if kill else number)
-        self._stop.append(number)
+            if everybody or child.role == "worker":
+                child.send(signal.SIGKILL if kill else number)
+        if number in ENDING:
+            self._stop.append(number)
 
     def _give_up(self, text: str, status: int = 1) -> None:
         self._trouble = self._trouble or (text, status)
-        self._ending.begin(time.monotonic(), at_once=True)
+        self._end_all(time.monotonic())
 
     # Ending
 
@@ -380,6 +402,13 @@ class Job:
         if len(gone) == len(workers):
             return "no worker called bpsx.init(): all ended with status 0 without joining the job"
         return f"{', '.join(gone)} ended with status 0 without joining the job, which cannot form without it"
+
+
+def _not_for(process: Process) -> tuple[signal.Signals, ...]:
+    """The signals that ``process`` ignores from its first instruction on: a batch system may send them to every process of a job."""
+    if process.request:     # ssh: what runs at its other end gets them through us
+        return (*ENDING, *SCRIPT_SIGNALS)
+    return () if process.role == "worker" else SCRIPT_SIGNALS
 
 
 def signal_name(number: int) -> str:

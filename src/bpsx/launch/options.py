@@ -43,7 +43,8 @@ BYTEPS_VISIBLE_CPU_CORES=0-3:4-7: exactly these, with a colon between local rank
 BYTEPS_ENABLE_GDB=1: workers and servers run under gdb; after a crash it prints the backtraces of all threads.
 
 Output: where there are several processes each line carries its process's name, and they read no input. They get PYTHONUNBUFFERED=1, unless it is
-set, or Python would keep its lines to itself for long. Ctrl-C, SIGTERM and SIGHUP reach all of them (a second Ctrl-C kills). With --local all
+set, or Python would keep its lines to itself for long. Workers get Ctrl-C, SIGTERM (they have BPSX_TERM_GRACE
+seconds then), SIGHUP, SIGUSR1 and SIGUSR2; servers and scheduler outlive them. A second Ctrl-C kills. With --local all
 compute on the same cores, so OMP_NUM_THREADS is each one's share of them unless it is set.
 
 Hostfile: a line per host: host[:port] and what it runs: scheduler, server, server=N, worker, slots=N (N worker processes). Without a role: worker.

@@ -108,7 +108,7 @@ class Runner:
                     self._pass_on(int(line))
             if not data:
                 self._input_open = False
-                self._ending.begin(time.monotonic(), at_once=True)
+                self._ending.begin(time.monotonic())
 
     def _pass_on(self, number: int) -> None:
         """To the process alone: it is a bpsx-run, which passes signals on itself. Twice would abort its command's cleaning up."""

@@ -15,10 +15,12 @@ from typing import Protocol
 from bpsx.companions import module_command
 from bpsx.config import Config, child_environment, is_set
 from bpsx.errors import ConfigError
+from bpsx.host import SCRIPT_SIGNALS
 from bpsx.secret import make
 
-#: Signals that end a job and are passed on.
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+#: Signals that tell a job to end. Workers get them; scheduler and servers end when no worker needs
+#: them any more.
+ENDING = (signal.SIGTERM, signal.SIGINT)
 
 LOOPBACK = "127.0.0.1"
 #: Once one has failed, the others have so long to end by themselves, then so long after SIGTERM: five seconds in all.
@@ -180,25 +182,30 @@ def debugged(command: Sequence[str], config: Config) -> tuple[str, ...]:
 
 
 def heeded() -> tuple[signal.Signals, ...]:
-    """The signals of :data:`ENDING` that our caller did not tell us to ignore, as ``nohup`` does."""
-    return tuple(s for s in ENDING if signal.getsignal(s) is not signal.SIG_IGN)
+    """The signals that are passed on: all but those that our caller told us to ignore, as ``nohup`` does."""
+    return tuple(s for s in ENDING + SCRIPT_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN)
 
 
-def child_setup(mask: Iterable[int], cpus: Iterable[int] = ()) -> Callable[[], None]:
-    """What a child does between fork and exec: die when this process dies, have ordinary signals with ``mask`` blocked, keep to ``cpus``.
+def child_setup(mask: Iterable[int], cpus: Iterable[int] = (), ignored: Iterable[int] = ()) -> Callable[[], None]:
+    """What a child does between fork and exec: die when this process dies, have ordinary signals with ``mask`` blocked, keep to ``cpus``,
+    ignore the signals in ``ignored``.
 
     For a process with one thread, in which running Python after a fork is safe. The kernel means the *thread* that forks when it says
     parent. Grandchildren do not inherit the wish.
     """
-    return partial(_set_up_child, ctypes.CDLL(None, use_errno=True).prctl, os.getpid(), heeded(), frozenset(mask), frozenset(cpus))
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    return partial(_set_up_child, prctl, os.getpid(), heeded(), frozenset(mask), frozenset(cpus), tuple(ignored))
 
 
-def _set_up_child(prctl: Callable[..., int], parent: int, signals: Sequence[int], mask: Iterable[int], cpus: frozenset[int]) -> None:
+def _set_up_child(prctl: Callable[..., int], parent: int, signals: Sequence[int], mask: Iterable[int], cpus: frozenset[int],
+                  ignored: Sequence[int]) -> None:
     prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # it died before the wish was heard
         os.kill(os.getpid(), signal.SIGKILL)
     for number in signals:
         signal.signal(number, signal.SIG_DFL)  # or a Ctrl-C of this very moment would run the launcher's handler in the child
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
     if cpus:
         os.sched_setaffinity(0, cpus)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import signal
 import sys
-from types import FrameType
 
 from bpsx.config import Config
 from bpsx.errors import BpsxError
-from bpsx.host import ending_signals, hold
+from bpsx.host import heed_signals, hold
 from bpsx.logs import configure
 from bpsx.rendezvous.hub import Hub
 
@@ -23,12 +22,11 @@ def main() -> int:
     except BpsxError as e:
         print(f"bpsx scheduler: {e}", file=sys.stderr)
         return 2
-    def interrupt(number: int, _: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)       # a second one ends at once
-        hub.interrupt(signal.Signals(number).name)
+    def interrupt(number: signal.Signals) -> None:
+        signal.signal(number, signal.SIG_DFL)       # another one ends at once
+        hub.interrupt(number.name)
 
-    for number in ending_signals():
-        signal.signal(number, interrupt)
+    heed_signals("scheduler", interrupt, lambda: hub.serving, config.term_grace)
     if config.lifeline_fd >= 0:
         hold(config.lifeline_fd, hub.orphaned)
     hub.announce()

@@ -117,6 +117,11 @@ class Hub:
         self._signal = name
         os.eventfd_write(self._wake, 1)
 
+    @property
+    def serving(self) -> bool:
+        """Whether a job runs that needs its scheduler."""
+        return self._members.state == "running"
+
     def orphaned(self) -> None:
         """Who has started us is gone; for any thread. A job that has begun knows by itself who is there."""
         if self._members.state == "waiting":

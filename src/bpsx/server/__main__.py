@@ -12,7 +12,7 @@ from typing import Any
 from bpsx.config import Config
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError, ConfigError
-from bpsx.host import allow_descriptors, ending_signals, hold, keep_memory, own_host, require_trust
+from bpsx.host import allow_descriptors, heed_signals, hold, keep_memory, own_host, require_trust
 from bpsx.kernels import loading
 from bpsx.kernels.outside import import_compressors
 from bpsx.logs import configure
@@ -117,6 +117,11 @@ class Server:
         parts = [{**lane.counters(), **watcher.stats()} for lane, watcher in zip(self._lanes, self._reporter.watchers)]
         return {name: sum(part[name] for part in parts) for name in parts[0]}
 
+    @property
+    def serving(self) -> bool:
+        """Whether workers may need this server: it has joined, and the job has not failed."""
+        return self._joined and not self._failure
+
     def interrupt(self, signum: int) -> None:
         """End because of a signal: the job fails, and says why. Before it has begun nobody has to be told."""
         if not self._joined:
@@ -169,8 +174,7 @@ def main() -> int:
         config.check()
         import_compressors(config.compressors)
         server = Server(config)
-        for number in ending_signals():
-            signal.signal(number, lambda n, _: server.interrupt(n))
+        heed_signals("server", server.interrupt, lambda: server.serving, config.term_grace)
         if config.lifeline_fd >= 0:
             hold(config.lifeline_fd, server.orphaned)
         return server.run()

@@ -1,0 +1,92 @@
+"""What a batch system does to a job: it sends signals to every process, and the script has time to save."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import Launcher, finish, launching, local_words
+
+from jobs import Job
+
+TRAIN = """
+import os, queue, signal
+import numpy as np
+import bpsx
+bpsx.init()
+told = queue.SimpleQueue()
+signal.signal(int(os.environ["STRUCK"]), lambda *_: told.put(1))
+bpsx.push_pull(np.ones(4, "f4"), "x")
+print("ready", os.getpid(), flush=True)
+told.get()
+print("saved", bpsx.push_pull(np.full(4, bpsx.rank() + 1, "f4"), "y", average=False)[0], flush=True)
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    with launching(tmp_path) as made:
+        yield made
+
+
+def job_processes(launcher: Launcher) -> list[int]:
+    """The ids of all processes of the jobs that ``launcher`` started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if launcher.mark.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
+def test_push_pull_works_after_every_process_got_the_signal(launcher: Launcher, number: signal.Signals) -> None:
+    job = launcher.start(local_words("--workers", "2", "--servers", "1", sys.executable, "-c", TRAIN), {"STRUCK": str(int(number))})
+    assert job.stdout
+    ready = [job.stdout.readline().split()[1:3] for _ in range(2)]
+    assert [words[1] for words in ready] == [b"ready", b"ready"]
+    for pid in job_processes(launcher):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+    status, out, err = finish(job)
+    assert (status, out) == (0, ["[worker 0] saved 3.0", "[worker 1] saved 3.0"]), err
+    notes = [line for line in err if "serves workers for 30 s more (BPSX_TERM_GRACE)" in line]
+    assert len(notes) == (2 if number == signal.SIGTERM else 0)
+
+
+@pytest.mark.parametrize("role", ["scheduler", "server"])
+def test_a_helper_ends_after_its_time(role: str) -> None:
+    with Job("import bpsx\nbpsx.init()\nprint('up', flush=True)\nhear()\nbpsx.push_pull(__import__('numpy').ones(2), 'x')",
+             env={"BPSX_TERM_GRACE": "0.3"}) as job:
+        for worker in job.workers:
+            worker.wait_for_line("up")
+        struck = job.scheduler if role == "scheduler" else job.servers[0]
+        assert struck is not None
+        struck.signal(signal.SIGTERM)
+        assert struck.wait() == 1
+        assert f"bpsx {role}: got SIGTERM: serves workers for 0.3 s more" in struck.text()
+        for worker in job.workers:
+            worker.say("")
+            assert worker.wait() == 1
+            assert "SIGTERM" in worker.text()
+
+
+@pytest.mark.parametrize("role", ["scheduler", "server"])
+def test_the_second_sigterm_ends_a_helper_at_once(role: str) -> None:
+    with Job("import bpsx\nbpsx.init()\nprint('up', flush=True)\nhear()", env={"BPSX_TERM_GRACE": "1000"}) as job:
+        for worker in job.workers:
+            worker.wait_for_line("up")
+        struck = job.scheduler if role == "scheduler" else job.servers[0]
+        assert struck is not None
+        struck.signal(signal.SIGTERM)
+        struck.wait_for_line("got SIGTERM")
+        struck.signal(signal.SIGTERM)
+        assert struck.wait() == 1
