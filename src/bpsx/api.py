@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bpsx import arrays, errors
+from bpsx import arrays, errors, process_exit
 from bpsx._exit import set_exit_status
 from bpsx._handle import Handle
 from bpsx.arguments import check_handle, check_name, check_priority, checked_root
@@ -78,6 +78,7 @@ def _adopt(ours: Session) -> None:
     if not _hooked:
         _hooked = True
         atexit.register(_at_exit)
+    process_exit.hook_child(_at_exit)
 
 
 def add_engine(wait: Callable[[float], int]) -> None:
@@ -133,6 +134,7 @@ def _tell_untold(ours: Session) -> None:
     if ours.failure and not ours.told:
         print(f"bpsx: exit status 1, because the job has failed: {ours.failure}", file=sys.stderr)
         set_exit_status(1)
+        process_exit.end_child_with(1)
 
 
 def suspend() -> None:
@@ -197,7 +199,7 @@ def _resumed(num_workers: int, num_servers: int, global_rank: int | None) -> Con
 def _at_exit() -> None:
     """Leave when the interpreter ends."""
     global _session
-    uncaught, waited = getattr(sys, "last_value", None), 0.0
+    uncaught, waited = process_exit.uncaught(), 0.0
     if uncaught is None:        # else there is work undone, which may be what an engine waits for
         try:
             waited = finish()
