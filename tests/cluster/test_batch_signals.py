@@ -90,3 +90,13 @@ def test_the_second_sigterm_ends_a_helper_at_once(role: str) -> None:
         struck.wait_for_line("got SIGTERM")
         struck.signal(signal.SIGTERM)
         assert struck.wait() == 1
+
+
+def test_a_scheduler_that_is_ended_while_the_job_gathers_has_refused_nobody() -> None:
+    with Job("import bpsx\nbpsx.init()", workers=1, servers=1, env={"BYTEPS_LOG_LEVEL": "info", "DMLC_NUM_WORKER": "2"}) as job:
+        assert job.scheduler is not None
+        job.workers[0].wait_for_line("known to the scheduler")
+        job.scheduler.signal(signal.SIGTERM)
+        assert job.workers[0].wait() == 1
+        assert "was ended by SIGTERM" in job.workers[0].text()
+        assert "refused" not in job.workers[0].text()

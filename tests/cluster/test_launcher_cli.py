@@ -209,3 +209,28 @@ def test_each_role_by_its_own_launcher(launcher: Launcher, tmp_path: Path) -> No
     server = launcher.start(words("ignored"), {**common, "DMLC_ROLE": "server"})
     worker = launcher.start(words(PY, "-c", SUM), {**common, **WORKER, "DMLC_WORKER_ID": "0"})
     assert [finish(process)[:2] for process in (worker, server, scheduler)] == [(0, ["0 1 1.0"]), (0, []), (0, [])]
+
+
+@pytest.mark.parametrize(("word", "meant"), [("--worker", "--workers"), ("-n", "--workers"), ("-np", "--workers"), ("--server=3", "--servers"),
+                                             ("--host-file", "--hostfile"), ("--nproc_per_node", "--processes")])
+def test_a_misspelt_option_is_answered_with_the_right_one(launcher: Launcher, word: str, meant: str) -> None:
+    status, out, err = finish(launcher.start(local_words(word, "2", "python", "train.py")))
+    assert (status, out) == (2, [])
+    assert any(f"unknown option {word.split('=')[0]}; did you mean {meant}?" in line for line in err)
+
+
+def test_an_option_like_none_is_only_unknown(launcher: Launcher) -> None:
+    _, _, err = finish(launcher.start(local_words("--zzz", "python", "train.py")))
+    assert any(line.endswith("unknown option --zzz") for line in err)
+
+
+@pytest.mark.parametrize("local", [["--local", "--workers", "1", "--servers", "0"], []])
+def test_a_script_in_this_folder(launcher: Launcher, tmp_path: Path, local: list[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"#!{PY}\nprint('trained')\n")
+    status, out, err = finish(launcher.start(words(*local, "train.py"), WORKER, cwd=tmp_path))
+    assert (status, out) == (126, [])
+    assert "cannot run 'train.py'" in err[0] and "as in bpsx-run … python train.py" in err[0]
+    script.chmod(0o755)
+    status, out, err = finish(launcher.start(words(*local, "train.py"), WORKER, cwd=tmp_path))
+    assert (status, [line.split("] ")[-1] for line in out], err) == (0, ["trained"], [])

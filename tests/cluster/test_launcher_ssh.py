@@ -140,7 +140,19 @@ def test_an_unknown_host_key_is_refused(launcher: Launcher, server: Sshd) -> Non
     status, _, err = finish(start(launcher, server, "HOST server worker", PY, "-c", SUM))
     assert status == 255
     assert any("Host key verification failed" in line for line in err)
-    assert any("could not be started on 127.0.0.1" in line for line in err)
+    assert any("could not be started on 127.0.0.1" in line and "connect once by hand (ssh 127.0.0.1)" in line for line in err)
+
+
+def test_the_interpreters_folder_comes_first_on_the_far_path(launcher: Launcher, server: Sshd) -> None:
+    show = INIT + "print(sys.executable, os.environ['PATH'].split(os.pathsep)[0]); bpsx.shutdown()"
+    job = start(launcher, server, "HOST server worker", "python", "-c", show)
+    assert finish(job) == (0, [f"[worker 0 127.0.0.1] {PY} {os.path.dirname(PY)}"], [])
+
+
+def test_hosts_without_a_server_have_one_beside_each_worker(launcher: Launcher, server: Sshd) -> None:
+    show = INIT + "print(os.environ['DMLC_NUM_SERVER'], bpsx.size()); bpsx.shutdown()"
+    job = start(launcher, server, "HOST\nHOST\n", "--scheduler-ip", "127.0.0.1", "--ssh-port", str(server.port), PY, "-c", show)
+    assert finish(job) == (0, [f"[worker {i} 127.0.0.1] 2 2" for i in (0, 1)], [])
 
 
 def test_a_connection_that_breaks(launcher: Launcher, server: Sshd) -> None:

@@ -48,13 +48,20 @@ def test_where_the_scheduler_is(write) -> None:
     assert read([(write(text + "d scheduler"), "")], "10.0.0.1").scheduler.name == "d"
 
 
+def test_without_servers_each_worker_host_has_one(write) -> None:
+    found = read([(write("a slots=2\nb slots=2\n"), "")])
+    assert [h.name for h in found.servers] == ["a", "b"]
+    assert found.scheduler.name == "a"
+    assert [h.name for h in read([(write("a\nb\nc server\n"), "")]).servers] == ["c"]
+
+
 def test_files_by_role(write) -> None:
     found = read([(write("a\nb slots=2\n", "w"), "worker"), (write("c\n", "s"), "server")])
     assert ([h.name for h in found.workers], [h.name for h in found.servers], found.slots) == (["a", "b"], ["c"], 2)
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ("", "no worker; allowed is host[:port] followed by"), ("a worker\n", "no server; name at least one, as in: a server worker"),
+    ("", "no worker; allowed is host[:port] followed by"),
     ("a server\n", "no worker"), ("a sever worker\n", "line 1: 'sever' is not known; allowed is"),
     ("a server=0 worker\n", "line 1: 'server=0': allowed is server=1..65535"),
     ("a server\nb slots=x\n", "line 2: 'slots=x': allowed is slots=1..65535"),

@@ -11,7 +11,7 @@ from typing import Any
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.launch.machine import run_role
 from bpsx.launch.options import LOCAL, REMOTE, SHARED, SSH, parser, split
-from bpsx.launch.roles import Plan, overlooked
+from bpsx.launch.roles import Plan, overlooked, runnable
 
 #: Words that are no command of the user's, if first: the module's ``main(arguments) -> status`` takes over.
 SUBCOMMANDS = {"doctor": "bpsx.launch.doctor", "top": "bpsx.launch.top", "trace": "bpsx.launch.observe"}
@@ -25,6 +25,7 @@ def _run(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] in SUBCOMMANDS:
         return int(importlib.import_module(SUBCOMMANDS[arguments[0]]).main(list(arguments[1:])))
     words, command = split(arguments)
+    command = list(runnable(command)) if command else command
     parse = parser()
     options = parse.parse_args(words)
     remote = bool(_given(options, REMOTE))

@@ -20,6 +20,7 @@ from bpsx.launch.roles import Process
 
 #: Requests hold environments; a pipe that takes a whole one needs no second thread.
 _PIPE = 1 << 20
+_COMPLAINTS = 4096      # bytes of ssh's standard error that are kept to explain why it failed
 
 
 def new_marker() -> bytes:
@@ -28,7 +29,8 @@ def new_marker() -> bytes:
 
 
 def request(marker: bytes, **what: Any) -> bytes:
-    """The first line of input. ``command``, ``environment``, ``directory`` ("" for any), ``find_port``, ``kill_after``."""
+    """The first line of input. ``command``, ``environment``, ``directory`` ("" for any), ``path`` (a folder that comes first on the PATH, "" for
+    none), ``find_port``, ``kill_after``."""
     return json.dumps({"marker": marker.decode(), **what}).encode() + b"\n"
 
 
@@ -44,6 +46,7 @@ class Far:
         self.killed = False
         self._process = process
         self._control = started.stdin
+        self._complaints = b""
 
     def begin(self) -> None:
         """Send the request. Raises OSError if it is too large."""
@@ -65,6 +68,20 @@ class Far:
                 self.told = True
                 self.killed = killed == "1"
 
+    def overheard(self, data: bytes) -> None:
+        """Take in what ssh, or the process once it is up, writes to standard error."""
+        if not self.up:
+            self._complaints = (self._complaints + data)[-_COMPLAINTS:]
+
+    def _remedy(self) -> str:
+        """What to do about ssh's complaint, as far as we know one."""
+        if b"Host key verification failed" in self._complaints:
+            return (f". ssh does not know the key of {self.host}: connect once by hand (ssh {self.host}) and compare its fingerprint, "
+                    "or add the key to ~/.ssh/known_hosts")
+        if b"Permission denied" in self._complaints:
+            return f". {self.host} does not accept a key of this user: bpsx-run types no password; set up a key (ssh-copy-id {self.host})"
+        return ""
+
     def send(self, number: int) -> None:
         """Have a signal passed on."""
         with contextlib.suppress(OSError, ValueError):  # gone, or closed
@@ -79,4 +96,4 @@ class Far:
         """Why its end was not told."""
         if self.up:
             return f"was lost: the connection to {self.host} has ended" + ("" if status == 128 + signal.SIGKILL else f" (ssh: status {status})")
-        return f"could not be started on {self.host}: ssh ended with status {status}; what it said is above"
+        return f"could not be started on {self.host}: ssh ended with status {status}; what it said is above{self._remedy()}"

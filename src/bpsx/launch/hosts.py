@@ -105,8 +105,7 @@ def read(files: Sequence[tuple[str, str]], scheduler: str = "") -> Hosts:
                           "every worker host has to have as many processes as the others")
     if not workers:
         raise ConfigError(f"{', '.join(file for file, _ in files)}: no worker; allowed is {_LINE}")
-    if not servers:
-        raise ConfigError(f"{', '.join(file for file, _ in files)}: no server; name at least one, as in: {workers[0].name} server worker")
+    servers = servers or workers    # beside each worker: together their links carry as much as with machines of their own
     return Hosts((named or schedulers or servers)[0], tuple(servers), tuple(workers), *slots)
 
 
@@ -187,7 +186,9 @@ class Remote:
         environment = self.environment(role, index, port)
         command = [self.python, "-P", "-m", "bpsx.launch", *(() if role in MODULES else ("--grace", str(self.grace), "--", *self.worker_command))]
         marker = new_marker()
-        what = request(marker, command=command, environment=environment, directory=self.directory if role == "worker" else "",
+        # Workers find the interpreter of this environment, as after its activation.
+        path = os.path.dirname(self.python) if role == "worker" else ""
+        what = request(marker, command=command, path=path, environment=environment, directory=self.directory if role == "worker" else "",
                        find_port=role == "scheduler" and not port, kill_after=self.kill_after)
         return Process(name, role, tuple(self._ssh(host, environment)), child_environment(), request=what, host=host.name, marker=marker)
 

@@ -233,7 +233,8 @@ class Job:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         assert started.stdout and started.stderr
         for target, pipe in ((1, started.stdout), (2, started.stderr)):
-            self._pump.add(os.dup(pipe.fileno()), target, process.name, process.role, (process.marker, far.heard) if far and target == 1 else None)
+            messages = (process.marker, far.heard) if far and target == 1 else None
+            self._pump.add(os.dup(pipe.fileno()), target, process.name, process.role, messages, far.overheard if far and target == 2 else None)
             pipe.close()
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -48,7 +49,9 @@ seconds then), SIGHUP, SIGUSR1 and SIGUSR2; servers and scheduler outlive them. 
 compute on the same cores, so OMP_NUM_THREADS is each one's share of them unless it is set.
 
 Hostfile: a line per host: host[:port] and what it runs: scheduler, server, server=N, worker, slots=N (N worker processes). Without a role: worker.
-The scheduler is on the host that says so, else at --scheduler-ip, else on the first server's host. "#" begins a comment.
+Without any server
+each worker host runs one beside its worker. The scheduler is on the host that says so, else at --scheduler-ip, else on the first server's
+host. "#" begins a comment.
     node0  scheduler server
     node1  worker slots=4
     node2  worker slots=4
@@ -94,9 +97,28 @@ def _seconds(text: str) -> float:
     return value
 
 
+#: What other launchers call options of ours.
+_ELSEWHERE = {"-n": "--workers", "-np": "--workers", "--np": "--workers", "--num-proc": "--workers", "--nproc": "--workers",
+              "--nproc-per-node": "--processes", "--nproc_per_node": "--processes", "--num-workers": "--workers", "--num-servers": "--servers",
+              "--hosts": "--hostfile", "--master-port": "--port", "--master_port": "--port"}
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors name the option that was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        prefix = "unrecognized arguments: "
+        if message.startswith(prefix):
+            word = message.removeprefix(prefix).split()[0].split("=")[0]
+            known = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
+            near = [_ELSEWHERE[word]] if word in _ELSEWHERE else difflib.get_close_matches(word, known, n=1)
+            message = f"unknown option {word}" + (f"; did you mean {near[0]}?" if near else "")
+        super().error(message)
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of what stands before COMMAND."""
-    made = argparse.ArgumentParser("bpsx-run", usage=_USAGE, description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False,
+    made = _Parser("bpsx-run", usage=_USAGE, description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False,
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--local", action="store_true", help="run a scheduler, servers and workers on this machine")
     made.add_argument("--workers", type=_whole(1, 65535), metavar="N", help="number of worker machines to imitate (2)")

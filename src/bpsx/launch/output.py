@@ -58,6 +58,19 @@ class Prefixer:
         return self._label + rest + b"\n" if rest else b""
 
 
+class Overheard(Prefixer):
+    """A prefixer that also shows what it gets to ``listen``, as it comes."""
+
+    def __init__(self, label: bytes, live: bool, listen: Callable[[bytes], None]) -> None:
+        super().__init__(label, live)
+        self._listen = listen
+
+    def feed(self, data: bytes) -> bytes:
+        """See :class:`Prefixer`."""
+        self._listen(data)
+        return super().feed(data)
+
+
 class Announcer(Prefixer):
     """A prefixer that takes messages out: from ``marker`` to the end of that line, wherever it stands. ``heard`` is called with each."""
 
@@ -173,14 +186,15 @@ class Pump:
         # One sink if both are the same terminal or file, or pieces of lines would mix.
         self._sinks = {1: out, 2: out if os.path.sameopenfile(1, 2) else Sink(2)}
 
-    def add(self, descriptor: int, target: int, name: str, role: str, messages: tuple[bytes, Callable[[bytes], None]] | None = None) -> None:
+    def add(self, descriptor: int, target: int, name: str, role: str, messages: tuple[bytes, Callable[[bytes], None]] | None = None,
+            listen: Callable[[bytes], None] | None = None) -> None:
         """Send what comes from ``descriptor`` to our output ``target`` (1 or 2) under the child's ``name``. Takes the descriptor over.
 
-        ``messages``: marker and receiver of an :class:`Announcer`.
+        ``messages``: marker and receiver of an :class:`Announcer`. ``listen``: of an :class:`Overheard`.
         """
         live = is_live(target, self._environment)
         mark = label(name, role, live and not self._environment.get("NO_COLOR"))
-        prefixer = Announcer(mark, live, *messages) if messages else Prefixer(mark, live)
+        prefixer = Announcer(mark, live, *messages) if messages else Overheard(mark, live, listen) if listen else Prefixer(mark, live)
         self.sources.append(Source(descriptor, prefixer, self._sinks[target]))
 
     def say(self, line: str) -> None:

@@ -59,6 +59,8 @@ class Runner:
 
     def _start(self, file: Path | None, mask: set[int]) -> None:
         environment = child_environment(**self._request["environment"])
+        if first := self._request["path"]:
+            environment["PATH"] = os.pathsep.join([first, *filter(None, [environment.get("PATH")])])
         if file:
             environment["BPSX_PORT_FILE"] = str(file)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, heeded())

@@ -211,6 +211,25 @@ def _set_up_child(prctl: Callable[..., int], parent: int, signals: Sequence[int]
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+def runnable(command: Sequence[str]) -> tuple[str, ...]:
+    """``command``, with its first word as a path if it is a program in this folder that is not on the PATH."""
+    name = command[0]
+    here = os.path.join(os.curdir, name)
+    if "/" in name or shutil.which(name) is not None or not os.path.isfile(here) or not os.access(here, os.X_OK):
+        return tuple(command)
+    return (here, *command[1:])
+
+
+def _advice(name: str) -> str:
+    """What to write instead where ``name`` is a file that the shell would not run either."""
+    if not os.path.isfile(name) or os.access(name, os.X_OK):
+        return ""
+    run = f"python {name}" if name.endswith(".py") else f"an interpreter and {name}"
+    return f"; it is a file in {os.path.dirname(os.path.abspath(name))} that is not executable: name what runs it, as in bpsx-run … {run}"
+
+
 def cannot_run(command: Sequence[str], error: OSError) -> tuple[str, int]:
     """A message and the exit status that shells use for it."""
+    if advice := _advice(command[0]):
+        return f"cannot run {command[0]!r}: Permission denied{advice}", 126
     return f"cannot run {command[0]!r}: {error.strerror or error}", 127 if isinstance(error, FileNotFoundError) else 126

@@ -107,7 +107,8 @@ class Link:
                 missing = str(message["missing"])
             elif message["type"] == "REFUSED":
                 kind = JobOverError if message.get("over") else RendezvousError
-                raise kind(f"{who}: refused by the {self.where}: {message['reason']}")
+                by = "" if message.get("ended") else f"refused by the {self.where}: "
+                raise kind(f"{who}: {by}{message['reason']}")
             elif message["type"] == "WELCOME":
                 log.info("%s: the job is complete", who)
                 return message

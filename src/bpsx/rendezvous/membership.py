@@ -348,7 +348,7 @@ class Membership:
             return []
         kind, field_ = ("REFUSED", "reason") if self.state == "waiting" else ("LOST", "text")
         out = self._fail(text)
-        return [(ident, {"type": kind, field_: text}) for ident, _ in out]
+        return [(ident, {"type": kind, field_: text, "ended": True}) for ident, _ in out]
 
     def _lost(self, node: Node, text: str) -> list[Output]:
         """A node is gone that should not be: the end of the job, unless it is asynchronous and lacks only a worker."""
