@@ -47,7 +47,7 @@ def test_all_well(launcher: Launcher, tmp_path: Path) -> None:
     assert found["network"]["lo"].startswith("127.0.0.1")
     assert found["network"]["TCP congestion control"] == Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     assert (found["limits"]["cores that may be used"], found["limits"]["cores"]) == (len(os.sched_getaffinity(0)), os.cpu_count())
-    assert found["folders"]["sockets and records"] == str(runtime_dir({"BYTEPS_SOCKET_PATH": str(tmp_path)}))
+    assert found["folders"]["sockets"] == str(runtime_dir({"BYTEPS_SOCKET_PATH": str(tmp_path)}))
     trial = found["push_pull to itself"]
     assert (trial["result"], trial["right"]) == ("the sums are right", True)
     assert trial["push pull 4 KiB us"] > 0 and trial["push pull 16 MiB ms"] > 0

@@ -14,7 +14,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -230,8 +229,7 @@ def test_a_running_job_is_recorded_from_outside(tmp_path):
 # ---- records of local jobs
 
 
-def test_a_local_job_is_found_and_its_record_goes_with_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("BYTEPS_SOCKET_PATH", str(tmp_path))
+def test_a_local_job_is_found_and_its_record_goes_with_it(tmp_path):
     worker = tmp_path / "worker.py"
     worker.write_text("import sys, os, time\ndef report(x): print(x, flush=True)\n" + LOOP.replace(
         "bool(select.select([sys.stdin], [], [], 0)[0])", f"os.path.exists({str(tmp_path / 'stop')!r})"))
@@ -243,51 +241,56 @@ def test_a_local_job_is_found_and_its_record_goes_with_it(tmp_path, monkeypatch)
             while "stepped" not in job.stdout.readline():
                 pass
             threading.Thread(target=job.stdout.read, daemon=True).start()
-            (found,) = record.running()
-            path = tmp_path / f"bpsx-{os.getuid()}" / "jobs" / f"{job.pid}.json"
+            (found,) = (r for r in record.running() if r.pid == job.pid)
             assert (found.pid, found.address, found.secret, found.command) == (job.pid, "127.0.0.1", "s" * 32, [sys.executable, str(worker)])
-            assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
-            top = subprocess.run(words("top", "--once"), env=env, capture_output=True, text=True, timeout=DEADLINE)
+            assert not list(tmp_path.rglob("*.json")), "the secret is in no file"
+            top = subprocess.run(words("top", "--once", "--job", str(job.pid)), env=env, capture_output=True, text=True, timeout=DEADLINE)
             assert top.returncode == 0 and f"127.0.0.1:{found.port}: running" in top.stdout, top.stderr
-            trace = subprocess.run(words("trace", "--seconds", "1"), env=env, capture_output=True, text=True, timeout=DEADLINE)
+            trace = subprocess.run(words("trace", "--seconds", "1", "--job", str(job.pid)), env=env, capture_output=True, text=True, timeout=DEADLINE)
             assert trace.returncode == 0, trace.stderr
         finally:
             (tmp_path / "stop").touch()
         assert job.wait(DEADLINE) == 0
-    assert record.running() == [] and not path.exists()
+    assert job.pid not in [r.pid for r in record.running()]
     made = sorted(str(p.relative_to(tmp_path / "traces")) for p in (tmp_path / "traces").rglob("*.json"))
     assert made == ["server-0/comm.json", "worker-0/0/comm.json", "worker-1/0/comm.json"]
 
 
-def test_stale_records_are_swept_and_several_jobs_are_told_apart(tmp_path, monkeypatch, capsys):
+HOLD = """
+import sys
+from bpsx.launch import record
+record.write("127.0.0.1", int(sys.argv[1]), "s" * 32, ["a", "job"])
+print("held", flush=True)
+input()
+"""
+
+
+def test_a_record_goes_with_its_launcher_and_several_jobs_are_told_apart(tmp_path, monkeypatch):
     from bpsx.errors import ConfigError
     from bpsx.launch.observe import find
 
-    monkeypatch.setenv("BYTEPS_SOCKET_PATH", str(tmp_path))
+    def hold(port: int) -> subprocess.Popen[str]:
+        held = subprocess.Popen([sys.executable, "-c", HOLD, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert held.stdout is not None and held.stdout.readline() == "held\n"
+        return held
+
+    def ours() -> list[int]:
+        return [r.pid for r in record.running() if r.pid in (first.pid, second.pid)]
+
     for name in ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigError, match="no job found") as none:
-        find(None, None)
-    assert f"looked in {tmp_path / f'bpsx-{os.getuid()}' / 'jobs'};" in str(none.value)
-    path = record.write("127.0.0.1", 5, "", ["a"])
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    content = json.loads(path.read_text())
-    (path.parent / f"{gone.pid}.json").write_text(json.dumps({**content, "pid": gone.pid}))
-    (path.parent / "2.json").write_text(json.dumps({**content, "born": 1}))      # another process has the number now
-    (path.parent / "3.json").write_text("{")
-    assert [r.pid for r in record.running()] == [os.getpid()]
-    assert os.listdir(path.parent) == [path.name]
-    assert (find(None, None).root_uri, find(None, None).root_port) == ("127.0.0.1", 5)
-    other = json.loads(path.read_text())
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as second:
-        born = int(Path(f"/proc/{second.pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
-        (path.parent / f"{second.pid}.json").write_text(json.dumps({**other, "pid": second.pid, "born": born, "port": 6}))
+    with pytest.raises(ConfigError, match=f"no bpsx-run --local of this user has the process number {os.getpid()}"):
+        find(None, os.getpid())
+    with hold(5) as first, hold(6) as second:
+        assert ours() == [first.pid, second.pid]
         with pytest.raises(ConfigError, match="several jobs run here; choose one with --job"):
             find(None, None)
-        assert find(None, second.pid).root_port == 6
-    record.remove(path)
-    record.remove(path)
+        assert [find(None, p.pid).root_port for p in (first, second)] == [5, 6]
+        first.kill()
+        first.wait()
+        assert ours() == [second.pid], "nothing is left of a launcher that was killed"
+        second.communicate("\n")
+    assert ours() == []
 
 
 # ---- prints

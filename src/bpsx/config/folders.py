@@ -1,4 +1,4 @@
-"""Folders of this user: compiled kernels, sockets and records of running jobs."""
+"""Folders of this user: compiled kernels, sockets of running jobs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:
-    """The folder for sockets and records of running jobs: ``bpsx-<user id>``, mode 0700, this user's; made if need be.
+    """The folder for sockets of running jobs: ``bpsx-<user id>``, mode 0700, this user's; made if need be.
 
     Raises :class:`~bpsx.errors.ConfigError` if somebody else owns it or others may enter it: its content could not be trusted.
     """

@@ -271,7 +271,7 @@ def _value(option: Option, text: str) -> object:
 
 def folders(report: Report, environment: Mapping[str, str] | None = None) -> None:
     """Where compiled kernels and sockets go."""
-    for name, make in (("compiled kernels", cache_dir), ("sockets and records", runtime_dir)):
+    for name, make in (("compiled kernels", cache_dir), ("sockets", runtime_dir)):
         try:
             report.add("folders", name, make(environment))
         except ConfigError as error:

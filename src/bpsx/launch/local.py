@@ -21,7 +21,6 @@ from pathlib import Path
 from types import FrameType
 
 from bpsx.config import Config, child_environment
-from bpsx.errors import ConfigError
 from bpsx.host import SCRIPT_SIGNALS
 from bpsx.launch import record
 from bpsx.launch.far import Far
@@ -130,7 +129,7 @@ class Job:
         self._ending = Ending(plan.grace, plan.kill_after)      # of workers
         self._helpers = Ending(plan.grace, plan.kill_after)     # of scheduler and servers
         self._stop: list[int] = []  # signals that told us to stop
-        self._record: Path | None = None
+        self._record: int | None = None
         self._trouble: tuple[str, int] | None = None  # what went wrong here, and the exit status for it
 
     def run(self) -> int:
@@ -178,7 +177,7 @@ class Job:
             return
         try:
             self._record = record.write(environment["DMLC_PS_ROOT_URI"], port, environment.get("BPSX_SECRET", ""), self._plan.command)
-        except (OSError, ConfigError) as error:
+        except OSError as error:
             self._pump.say(f"bpsx-run top will not find this job: {error}")
 
     def _start_scheduler(self, scheduler: Process) -> int:

@@ -43,7 +43,7 @@ def find(scheduler: str | None, job: int | None) -> Config:
     if not jobs:
         raise ConfigError("no job found: " + (f"no bpsx-run --local of this user has the process number {job}" if job is not None else
                           "give --scheduler HOST:PORT, set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, or run one with bpsx-run --local")
-                          + f" (looked in {record.folder()}; BYTEPS_SOCKET_PATH or XDG_RUNTIME_DIR of this shell may not be that of the job)")
+                          + " (looked at the processes of this user)")
     if len(jobs) > 1:
         raise ConfigError("several jobs run here; choose one with --job: " + "; ".join(f"{r.pid} ({' '.join(r.command)[:60]})" for r in jobs))
     found = jobs[0]

@@ -1,6 +1,7 @@
 """A record of each job that ``bpsx-run --local`` runs for this user, so that ``bpsx-run top`` and ``trace`` find it.
 
-One file per job in the user's private runtime folder, mode 0600: it may hold the job's secret.
+The record is a file in the launcher's memory, mode 0600: it may hold the job's secret. It goes with
+the launcher, even one that was killed. Others of this user read it through ``/proc``.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bpsx.config import runtime_dir
+_NAME = "bpsx-job"
+_LINK = f"/memfd:{_NAME} (deleted)"     # how the kernel shows such a file's descriptor
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,6 @@ class Record:
     """A running job: the launcher's process, the scheduler's address, how to be let in."""
 
     pid: int
-    born: int               # of the launcher, in the kernel's ticks: a pid alone may be somebody else's by now
     address: str
     port: int
     secret: str
@@ -29,56 +30,38 @@ class Record:
     started: float          # seconds since the epoch
 
 
-def _born(pid: int) -> int:
-    """When a process was started, in ticks since boot; 0 if there is none."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
-    except (OSError, IndexError, ValueError):
-        return 0
+def write(address: str, port: int, secret: str, command: Sequence[str]) -> int:
+    """Record the job that this process runs; returns the descriptor, which :func:`remove` closes.
 
-
-def folder() -> Path:
-    """Where the records are; made if need be. Raises :class:`~bpsx.errors.ConfigError` if it cannot be trusted."""
-    found = runtime_dir() / "jobs"
-    found.mkdir(mode=0o700, exist_ok=True)
-    return found
-
-
-def write(address: str, port: int, secret: str, command: Sequence[str]) -> Path:
-    """Record the job that this process runs; returns the file, which :func:`remove` takes away.
-
-    Raises :class:`OSError` or :class:`~bpsx.errors.ConfigError`.
+    Raises :class:`OSError`.
     """
-    record = Record(os.getpid(), _born(os.getpid()), address, port, secret, list(command), time.time())
-    path = folder() / f"{record.pid}.json"
-    draft = path.with_suffix(".new")
-    draft.unlink(missing_ok=True)       # of a launcher with our number that was killed
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+    record = Record(os.getpid(), address, port, secret, list(command), time.time())
+    descriptor = os.memfd_create(_NAME)
+    os.fchmod(descriptor, 0o600)
+    with open(descriptor, "w", closefd=False) as file:
         json.dump(asdict(record), file)
-    os.replace(draft, path)
-    return path
+    return descriptor
 
 
-def remove(path: Path) -> None:
-    """Take a record away. Does not raise."""
+def remove(descriptor: int) -> None:
+    """Take a record away."""
+    os.close(descriptor)
+
+
+def _records(process: Path) -> Iterator[Record]:
+    """The records that a process holds; none if it may not be looked at, or has ended meanwhile."""
     with contextlib.suppress(OSError):
-        path.unlink()
+        if process.stat().st_uid != os.getuid():
+            return
+        for descriptor in (process / "fd").iterdir():
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                if os.readlink(descriptor) == _LINK:
+                    record = Record(**json.loads(descriptor.read_text()))
+                    if record.pid == int(process.name):     # and not a copy in a child between fork and exec
+                        yield record
 
 
 def running() -> list[Record]:
-    """This user's local jobs, the oldest first. Records of launchers that are gone are removed.
-
-    Raises :class:`~bpsx.errors.ConfigError` if the runtime folder cannot be trusted.
-    """
-    found = []
-    for path in folder().glob("*.json"):
-        try:
-            record = Record(**json.loads(path.read_text()))
-            alive = bool(record.born) and _born(record.pid) == record.born
-        except (OSError, ValueError, TypeError):
-            alive = False
-        if alive:
-            found.append(record)
-        else:
-            remove(path)
-    return sorted(found, key=lambda r: r.started)
+    """This user's local jobs, the oldest first."""
+    found = [record for process in Path("/proc").glob("[0-9]*") for record in _records(process)]
+    return sorted(found, key=lambda record: record.started)
