@@ -24,6 +24,8 @@ _GREETING = struct.Struct("=8sII")
 _MAGIC = b"bpsx-2\0\0"
 _SLICE = 0.1        # how long one wait lasts before `look` is called again
 _UCRED = struct.Struct("3i")
+#: Seconds after which a socket that nobody listens on was left behind: a younger one may be about to be listened on.
+_YOUNG = 60.0
 
 
 def meet(config: Config, job: int, wake: int, alone: bool, look: Callable[[], None]) -> Machine:
@@ -115,6 +117,7 @@ def _listening(path: Path) -> Iterator[socket.socket]:
     """A listening socket at ``path``, which is gone afterwards. What a killed job with this very number left is replaced."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener, _address(path) as address:
         path.unlink(missing_ok=True)
+        _sweep(path.parent)
         try:
             listener.bind(address)
             listener.listen(1024)
@@ -122,6 +125,18 @@ def _listening(path: Path) -> Iterator[socket.socket]:
             yield listener
         finally:
             path.unlink(missing_ok=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the sockets of jobs that were killed while their processes met."""
+    for path in folder.glob("job-*.sock"):
+        with contextlib.suppress(OSError), _address(path) as address:
+            if time.time() - path.stat().st_mtime < _YOUNG:
+                continue
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
+                probe.setblocking(False)
+                if probe.connect_ex(address) == errno.ECONNREFUSED:
+                    path.unlink()
 
 
 def _send(link: socket.socket, rank: int, size: int, descriptors: tuple[int, int], end: float, look: Callable[[], None]) -> None:
