@@ -170,8 +170,9 @@ class Link:
     ) -> None:
         """Start the thread. It calls ``handle`` for each message, ``lost`` if the scheduler is gone, ``tick`` every second, and
         ``watch``'s function when its descriptor becomes readable."""
-        self._thread = threading.Thread(target=self._run, args=(handle, lost, tick, watch), name="bpsx-control", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(handle, lost, tick, watch), name="bpsx-control", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def send(self, kind: str, **fields: Any) -> None:
         """Send a message to the hub, in order."""
@@ -231,6 +232,12 @@ class Link:
         if not self.goodbye.is_set():
             self.send("BYE", failure=failure)
         return self.goodbye.wait(timeout)
+
+    def abandon(self, failure: str) -> None:
+        """Tell the hub why this node gives up; :meth:`stop` sends it out. For a link whose thread does not run."""
+        if self._thread is None and not self._context.closed:
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.send(messages.encode("BYE", failure=failure), zmq.NOBLOCK)
 
     def stop(self) -> None:
         """End the thread, flush what is to be sent, close. Idempotent. Not from the control thread."""

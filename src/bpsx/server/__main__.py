@@ -11,7 +11,7 @@ from typing import Any
 
 from bpsx.config import Config
 from bpsx.dtypes import BY_NAME
-from bpsx.errors import BpsxError, ConfigError
+from bpsx.errors import BpsxError, ConfigError, in_short
 from bpsx.host import allow_descriptors, heed_signals, hold, keep_memory, own_host, require_trust
 from bpsx.kernels import loading
 from bpsx.kernels.outside import import_compressors
@@ -39,6 +39,7 @@ class Server:
         self._joined = False
         self._signal = 0
         self._lanes: list[Lane] = []
+        self._threads: list[threading.Thread] = []
         self._link: Link
         self._reporter: Reporter
 
@@ -61,29 +62,39 @@ class Server:
             self._reporter = Reporter(config, "server", welcome["rank"], host, writers=len(endpoints), workers=welcome["workers"],
                                       processes=welcome["processes"])
             self._reporter.attach(link.send, self._stats, welcome["job"])
-            threads = self._start_lanes(endpoints, welcome)
-            link.start(self._handle, lost=self._alone, tick=self._reporter.tick)
+            try:
+                self._start_lanes(endpoints, welcome)
+                link.start(self._handle, lost=self._alone, tick=self._reporter.tick)
+            except Exception as error:      # no more threads, no memory: nobody would hear of this server's end
+                self._end_lanes()
+                link.abandon(f"this server cannot start: {in_short(error)}")
+                raise BpsxError(f"cannot start: {in_short(error)}") from error
             self._wait()
-            self._stop(link, threads)
+            self._stop(link)
         finally:
             link.stop()
             for endpoint in endpoints:
                 endpoint.close()
         return 1 if self._failure else 0
 
-    def _start_lanes(self, endpoints: list[Endpoint], welcome: dict[str, Any]) -> list[threading.Thread]:
+    def _start_lanes(self, endpoints: list[Endpoint], welcome: dict[str, Any]) -> None:
         config = self._config
-        threads = []
         for i, endpoint in enumerate(endpoints):
             lane = Lane(endpoint, job=welcome["job"], workers=welcome["workers"], processes=welcome["processes"], fixed_order=config.fixed_order,
                         asynchronous=config.asynchronous, scheduled=config.server_schedule, spin_us=config.spin_us, log=log.error,
                         watch=self._reporter.watchers[i], secret=config.secret_bytes)
             self._lanes.append(lane)
-            threads.append(threading.Thread(target=self._run_lane, args=(lane,), name=f"bpsx-lane-{i}"))
-        for thread in threads:
+        for i, lane in enumerate(self._lanes):
+            thread = threading.Thread(target=self._run_lane, args=(lane,), name=f"bpsx-lane-{i}")
             thread.start()
+            self._threads.append(thread)
         log.info("server %d: %s", welcome["rank"], ", ".join(e.address for e in endpoints))
-        return threads
+
+    def _end_lanes(self) -> None:
+        for lane in self._lanes:
+            lane.stop()
+        for thread in self._threads:
+            thread.join()
 
     def _run_lane(self, lane: Lane) -> None:
         try:
@@ -100,11 +111,8 @@ class Server:
                 self._over.wait(LINGER_SECONDS)
                 return
 
-    def _stop(self, link: Link, threads: list[threading.Thread]) -> None:
-        for lane in self._lanes:
-            lane.stop()
-        for thread in threads:
-            thread.join()
+    def _stop(self, link: Link) -> None:
+        self._end_lanes()
         self._reporter.close()
         link.leave(self._failure, self._config.shutdown_timeout)
         for i, lane in enumerate(self._lanes):
