@@ -152,6 +152,17 @@ def job_gradients() -> Any:
     return found, outer.gradient(first, x).numpy()
 
 
+def job_gradients_in_a_session() -> Any:
+    """A session executes only what is asked for: the gradient of a broadcast is an exchange on those for whom it is zero, too."""
+    v1 = tf.compat.v1
+    with tf.Graph().as_default(), v1.Session() as sess:
+        x = v1.placeholder(tf.float32, (2,))
+        found = [tf.gradients(f(x) * (bps.rank() + 1.0), x)[0] for f in (
+            lambda x: bps.push_pull(x, op=bps.Sum, name="s"), lambda x: bps.push_pull(x, name="s a"),
+            lambda x: bps.broadcast(x, 1, name="s b"))]
+        return [sess.run(g, {x: [1.0, 2.0]}) for g in found]
+
+
 def job_without_names() -> Any:
     """Eager calls by what they are; in functions by their place, whatever the order of tracing."""
     @tf.function
@@ -362,6 +373,12 @@ def test_gradients(job):
             assert broadcast.tolist() == ([3, 30] if rank == 1 else [0, 0])
         # d/dx of 2 * 3 x^2 on each worker: the inner gradient is the sum of ones, whose own derivative is nothing
         np.testing.assert_allclose(second, 12 * (np.array([1, 2]) + rank))
+
+
+def test_gradients_in_a_session(job):
+    for rank, (total, mean, broadcast) in enumerate(each(job, "job_gradients_in_a_session")):
+        assert total.tolist() == [3, 3] and mean.tolist() == [1.5, 1.5]
+        assert broadcast.tolist() == ([3, 3] if rank == 1 else [0, 0])
 
 
 def test_without_names(job):

@@ -74,7 +74,11 @@ def _sums_of_gradients(gradients: Sequence[Any], names: Sequence[str], average: 
 def _copies_of_gradients(gradients: Sequence[Any], names: Sequence[str], root_rank: int) -> list[tf.Tensor]:
     """Everybody's loss counts, and all of it depends on what the root had."""
     totals = _sums_of_gradients(gradients, names, False, [0] * len(names))
-    return totals if root_rank == _adapter.session().rank else [tf.zeros_like(total) for total in totals]
+    if root_rank == _adapter.session().rank:
+        return totals
+    # A zero of a known shape needs no input, and a session would leave out the exchange, for which the root waits.
+    with tf.control_dependencies(totals):
+        return [tf.identity(tf.zeros_like(total)) for total in totals]
 
 
 @gradient_of(library.PUSH_PULL)
