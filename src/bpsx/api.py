@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,11 +38,19 @@ _hooked = False
 _order: dict[str, int] = {}     # of declared names, kept by suspend() for resume()
 _remembered: Remembered | None = None       # how they are compressed, likewise
 _placed = False                 # this process's place in its last job was given to begin(), and is not in the environment
+_suspended: LocalPlace | None = None    # this process's place on its machine in the job that it has suspended
 _engines: list[Callable[[float], int]] = []     # what add_engine() was given
 #: How often resume() asks whether a new scheduler has taken the old one's place.
 _ASK_AGAIN = 0.2
 #: How long an engine is waited for before it is asked whether the job has failed in the meantime; seconds.
 _LOOK = 0.2
+
+
+class LocalPlace(NamedTuple):
+    """A worker's place on its machine."""
+
+    local_rank: int
+    local_size: int
 
 
 def init(lazy: bool = True) -> None:
@@ -71,8 +79,8 @@ def initialised() -> bool:
 
 def _adopt(ours: Session) -> None:
     """Make ``ours`` the session of the process. The lock is held."""
-    global _session, _owner_pid, _hooked
-    _session = ours
+    global _session, _owner_pid, _hooked, _suspended
+    _session, _suspended = ours, None
     _owner_pid = os.getpid()
     ours.reporter.close_on_sigterm()
     if not _hooked:
@@ -117,11 +125,14 @@ def shutdown() -> None:
 
 
 def _leave(remember: bool = False) -> None:
-    global _session, _order, _remembered
+    global _session, _order, _remembered, _suspended
+    if not remember:
+        _suspended = None
     waited = finish()
     with _lock:
         if remember and initialised():
             ours = session()
+            _suspended = LocalPlace(ours.local_rank, ours.local_size)
             _order, _remembered = ours.order, ours.compressing.remembered()
         leaving, _session = _session, None
     if leaving is not None and _owner_pid == os.getpid():
@@ -230,6 +241,11 @@ def session() -> Session:
     return found
 
 
+def _local_place() -> Session | LocalPlace:
+    """This worker's place on its machine: between :func:`suspend` and :func:`resume` what it was, which scripts use to find their next rank."""
+    return _suspended if _session is None and _suspended is not None and _owner_pid == os.getpid() else session()
+
+
 def rank() -> int:
     """This worker's rank, 0 to ``size()`` - 1."""
     return session().rank
@@ -242,12 +258,12 @@ def size() -> int:
 
 def local_rank() -> int:
     """This worker's index on its machine."""
-    return session().local_rank
+    return _local_place().local_rank
 
 
 def local_size() -> int:
     """Worker processes on this machine."""
-    return session().local_size
+    return _local_place().local_size
 
 
 def declare(name: str, compression: Mapping[str, Any] | None = None) -> int:

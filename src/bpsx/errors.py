@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 
 
-class BpsxError(Exception):
-    """Base class of all errors raised by bpsx."""
+class BpsxError(RuntimeError):
+    """Base class of all errors raised by bpsx: a :class:`RuntimeError`, as PyTorch's and Horovod's are, which scripts catch."""
 
 
 class ConfigError(BpsxError, ValueError):

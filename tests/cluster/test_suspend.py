@@ -22,6 +22,7 @@ SURVIVOR = """
         bpsx.rank()
     except bpsx.NotInitializedError:
         report("suspended")
+    assert (bpsx.local_rank(), bpsx.local_size()) == (0, 1), "as they were: a script finds its next rank by them"
     size, rank = json.loads(sys.stdin.readline())
     bpsx.resume(size, 2, global_rank=rank)
     report([bpsx.rank(), bpsx.size(), [bpsx.declare(n) for n in ("c", "a", "new", "grad")]])

@@ -82,3 +82,11 @@ def test_one_base_and_the_builtin_kin_that_scripts_may_already_catch():
 def test_an_unknown_status_is_no_error_of_the_users():
     with pytest.raises(KeyError):
         errors.from_status(-99)
+
+
+def test_every_error_is_a_runtime_error_as_scripts_for_horovod_and_pytorch_catch_it():
+    from bpsx import errors
+
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.BpsxError)]
+    assert len(kinds) > 10
+    assert all(issubclass(kind, RuntimeError) for kind in kinds)
