@@ -12,7 +12,7 @@ from bpsx import host, secret
 from bpsx._exit import set_exit_status
 from bpsx._handle import Handle, Item
 from bpsx.api import add_engine, finish, initialised, session
-from bpsx.arguments import check_flag, check_handle, check_name, check_priority, checked_passes, checked_root, integer
+from bpsx.arguments import check_flag, check_handle, check_name, check_priority, check_unmasked, checked_passes, checked_root, integer
 from bpsx.compression import NONE as NOT_COMPRESSED
 from bpsx.compression import Compression, compression
 from bpsx.config import is_set
@@ -23,8 +23,8 @@ from bpsx.session import Session
 from bpsx.torchrun import Store, init, resume
 
 __all__ = ["NOT_COMPRESSED", "Compression", "Handle", "Item", "Session", "Store", "Streams", "TensorView", "add_engine", "capacity", "check_flag",
-           "check_handle", "check_name", "check_priority", "checked_passes", "checked_root", "compression", "early", "finish", "init",
-           "initialised", "integer", "is_set", "own_host", "proof", "resume", "session", "set_exit_status"]
+           "check_handle", "check_name", "check_priority", "check_unmasked", "checked_passes", "checked_root", "compression", "early", "finish",
+           "init", "initialised", "integer", "is_set", "own_host", "proof", "resume", "session", "set_exit_status"]
 
 
 def own_host() -> str:

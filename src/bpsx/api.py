@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bpsx import arrays, errors, process_exit
+from bpsx import arrays, errors, host_arrays, process_exit
 from bpsx._exit import set_exit_status
 from bpsx._handle import Handle
 from bpsx.arguments import check_handle, check_name, check_priority, checked_root
@@ -22,7 +22,8 @@ from bpsx.arrays import is_on_gpu
 from bpsx.compressing import Remembered
 from bpsx.compression import compression as check_compression
 from bpsx.config import Config
-from bpsx.dtypes import dtype_named
+from bpsx.dtypes import BY_NAME
+from bpsx.host_arrays import StagedHandle
 from bpsx.session import Session
 from bpsx.speed import Speed
 
@@ -280,16 +281,19 @@ def declare(name: str, compression: Mapping[str, Any] | None = None) -> int:
 def push_pull_async(
     array: np.ndarray, name: str | None = None, average: bool = True, priority: int = 0, output: np.ndarray | None = None,
     learning_rate: float | None = None,
-) -> Handle:
+) -> Handle | StagedHandle:
     """Begin to sum ``array`` over all workers; :func:`synchronize` gives the result.
 
     In asynchronous training (``BYTEPS_ENABLE_ASYNC``): add ``array`` to the servers' value of ``name``; the result is the value after that.
 
-    ``array``: any shape, of a dtype in :data:`bpsx.dtypes.DTYPES` (bfloat16 as in ``ml_dtypes``); it must not change until the end.
+    ``array``: any shape and strides, of a dtype in :data:`bpsx.dtypes.DTYPES` (bfloat16 as in ``ml_dtypes``), of any byte order, which workers
+    need not share. Nothing may write to its memory until the end, another operation neither. Subclasses count as the elements that they hold; a
+    masked array must not have any that is masked.
     Workers must agree on ``name``, shape, dtype and ``average``. Without a name, calls of one shape and dtype are matched in the order in
     which each worker makes them. ``average`` divides by ``size()``; integers round down. Integer sums wrap. Larger ``priority`` goes first.
-    ``output``: where the result goes, C-contiguous, may be ``array`` itself; by default a new array. ``learning_rate``: for names declared with
-    ``ef="corrected"``, from 0 (which corrects nothing), the same on all workers.
+    ``output``: where the result goes, complete once :func:`synchronize` has returned: of ``array``'s shape and type (the byte order may differ),
+    C-contiguous, writeable; may be ``array`` itself or overlap it. By default a new array of ``array``'s dtype.
+    ``learning_rate``: for names declared with ``ef="corrected"``, from 0 (which corrects nothing), the same on all workers.
 
     Raises :class:`~bpsx.dtypes.UnsupportedDType` (a :class:`TypeError`), :class:`~bpsx.errors.ConfigError`. Thread-safe.
     """
@@ -305,13 +309,13 @@ def push_pull(
     return result
 
 
-def poll(handle: Handle) -> bool:
+def poll(handle: Handle | StagedHandle) -> bool:
     """Whether ``handle``'s operation has ended. Does not block. Raises :class:`~bpsx.errors.ConfigError` for what is no handle."""
     check_handle(handle, "poll")
     return handle.done()
 
 
-def synchronize(handle: Handle) -> Any:
+def synchronize(handle: Handle | StagedHandle) -> Any:
     """Wait for ``handle`` and return its result.
 
     Raises :class:`~bpsx.errors.PeerLostError`, :class:`~bpsx.errors.MismatchError`, :class:`~bpsx.errors.StallError` and their kin, and
@@ -322,9 +326,10 @@ def synchronize(handle: Handle) -> Any:
 
 
 def broadcast(array: np.ndarray, root_rank: int = 0, name: str | None = None, output: np.ndarray | None = None) -> np.ndarray:
-    """``array`` as it is on worker ``root_rank``, bit for bit, on every worker. Shape and dtype must agree; any fixed-size dtype.
+    """``array`` as it is on worker ``root_rank``, bit for bit, on every worker. Shape and dtype must agree (the byte order may differ); any
+    fixed-size dtype, structured ones too, but no masked elements.
 
-    ``output`` may be ``array`` itself. Raises as :func:`push_pull`.
+    ``output`` as in :func:`push_pull_async`. Raises as :func:`push_pull`.
     """
     ours = session()
     check_name(name, "broadcast")
@@ -332,18 +337,16 @@ def broadcast(array: np.ndarray, root_rank: int = 0, name: str | None = None, ou
     if is_on_gpu(array):
         found: np.ndarray = _broadcast_on_gpu(array, root, name, output)
         return found
-    given = np.asarray(array)
-    if given.dtype.hasobject:
-        raise dtype_error(given, name)
-    out = _output_for(given, output, name)
-    if out is not given:
-        np.copyto(out, given)
-    shape = (*given.shape, given.dtype.itemsize)
-    raw = out.reshape(-1).view(np.uint8)
+    what = name or "array"
+    given = host_arrays.movable(array, what)
+    memory = host_arrays.copied(given, output, what)
+    raw = host_arrays.as_bytes(memory.target)
+    shape, code = host_arrays.declared_as(memory.target)
     handle = ours._submit(
-        name or f"unnamed.broadcast.{given.dtype}.{given.shape}", shape, 5, raw.nbytes, raw if root == ours.rank else None, raw,
-        divisor=root, broadcast=True, asynchronous=False, priority=0, will_wait=True, owner=out, result=out)
-    result: np.ndarray = handle.wait()
+        name or f"unnamed.broadcast.{memory.target.dtype}.{given.shape}", shape, code, raw.nbytes,
+        raw if root == ours.rank else None, raw, divisor=root, broadcast=True, asynchronous=False, priority=0, will_wait=True,
+        owner=memory.output, result=memory.output)
+    result: np.ndarray = memory.handle(handle).wait()
     return result
 
 
@@ -359,16 +362,13 @@ def seed(array: np.ndarray, name: str, root_rank: int = 0, output: np.ndarray | 
         raise errors.ConfigError("seed: servers hold values only in asynchronous training: set BYTEPS_ENABLE_ASYNC=1 on all workers and servers")
     check_name(name, "seed")
     root = checked_root(root_rank, "seed", ours.size)
-    given = np.asarray(array)
-    dtype = dtype_named(given.dtype.name, name)
-    out = _output_for(given, output, name)
-    if out is not given:
-        np.copyto(out, given)
-    raw = out.reshape(-1).view(np.uint8)
+    given, dtype = host_arrays.summand(array, name)
+    memory = host_arrays.copied(given, output, name)
+    raw = host_arrays.as_bytes(memory.target)
     handle = ours._submit(
         name, given.shape, dtype.code, given.nbytes, raw if root == ours.rank else None, raw, divisor=root,
-        broadcast=True, priority=0, will_wait=True, owner=out, result=out)
-    result: np.ndarray = handle.wait()
+        broadcast=True, priority=0, will_wait=True, owner=memory.output, result=memory.output)
+    result: np.ndarray = memory.handle(handle).wait()
     return result
 
 
@@ -415,27 +415,9 @@ def trace_stop() -> str | None:
     return None if path is None else str(path)
 
 
-def dtype_error(array: np.ndarray, name: str | None) -> Exception:
-    """The error for an array that cannot be moved."""
-    from bpsx.dtypes import UnsupportedDType
-
-    return UnsupportedDType(f"{name or 'array'}: dtype {array.dtype} cannot be moved")
-
-
-def _output_for(array: np.ndarray, output: np.ndarray | None, name: str | None) -> np.ndarray:
-    """Where the result goes. Raises :class:`~bpsx.errors.ConfigError` if ``output`` does not fit."""
-    if output is None:
-        return np.empty(array.shape, array.dtype)
-    if output.shape != array.shape or output.dtype != array.dtype:
-        raise errors.ConfigError(f"{name or 'array'}: output is {output.dtype} {output.shape}, input {array.dtype} {array.shape}: must be alike")
-    if not output.flags.c_contiguous or not output.flags.writeable:
-        raise errors.ConfigError(f"{name or 'array'}: output must be C-contiguous and writeable")
-    return output
-
-
 def _push_pull(
     array: np.ndarray, name: str | None, average: bool, priority: int, output: np.ndarray | None, rate: float | None, will_wait: bool,
-) -> Handle:
+) -> Handle | StagedHandle:
     ours = session()
     if rate is not None and not isinstance(rate, (int, float, np.integer, np.floating)):
         raise errors.ConfigError(f"push_pull: learning_rate={rate!r}: a number from 0 is needed")
@@ -443,17 +425,12 @@ def _push_pull(
     check_priority(priority, "push_pull")
     if is_on_gpu(array):
         return _push_pull_on_gpu(array, name, average, priority, output, rate, will_wait)
-    given = array if isinstance(array, np.ndarray) else np.asarray(array)
-    dtype = dtype_named(given.dtype.name, name or "array")
-    out = _output_for(given, output, name)
-    source = given if given.flags.c_contiguous else np.ascontiguousarray(given)
-    target = out
-    if dtype.name == "bfloat16":        # no buffer format of its own
-        source, target = source.view(np.uint16), out.view(np.uint16)
-    return ours._submit(
-        name or f"unnamed.{dtype.name}.{given.shape}", given.shape, dtype.code, given.nbytes, source, target,
-        divisor=ours.size if average else 1, priority=priority, will_wait=will_wait, rate=-1.0 if rate is None else float(rate), owner=None,
-        result=out)
+    given, dtype = host_arrays.summand(array, name or "array")
+    memory = host_arrays.operands(given, output, name or "array")
+    return memory.handle(ours._submit(
+        name or f"unnamed.{dtype.name}.{given.shape}", given.shape, dtype.code, given.nbytes, host_arrays.as_words(memory.source),
+        host_arrays.as_words(memory.target), divisor=ours.size if average else 1, priority=priority, will_wait=will_wait,
+        rate=-1.0 if rate is None else float(rate), owner=None, result=memory.output))
 
 
 def _push_pull_on_gpu(
@@ -462,6 +439,7 @@ def _push_pull_on_gpu(
     what = name or "array"
     out = arrays.output_for(array, output, what)
     source, target = arrays.view(arrays.contiguous(array, what), what), arrays.view(out, what)
+    arrays.check_overlap(source, target, what)
     return session().push_pull(
         name or f"unnamed.{source.dtype}.{source.shape}", source, target, average=average, priority=priority, will_wait=will_wait,
         rate=-1.0 if rate is None else float(rate), result=out)
@@ -471,6 +449,9 @@ def _broadcast_on_gpu(array: Any, root: int, name: str | None, output: Any) -> A
     what = name or "array"
     ours = session()
     out = arrays.output_for(array, output, what)
-    source, target = (arrays.as_bytes(arrays.view(a, what, moved=True)) for a in (arrays.contiguous(array, what), out))
-    ours.devices.copy(what, source, target)
-    return ours.broadcast(name or f"unnamed.broadcast.{source.shape}", target, root, result=out, asynchronous=False).wait()
+    source, target = arrays.view(arrays.contiguous(array, what), what, moved=True), arrays.view(out, what, moved=True)
+    arrays.check_overlap(source, target, what)
+    ours.devices.copy(what, arrays.as_bytes(source), arrays.as_bytes(target))
+    return ours.broadcast(
+        name or f"unnamed.broadcast.{source.dtype}.{source.shape}", target if target.dtype in BY_NAME else arrays.as_bytes(target), root, result=out,
+        asynchronous=False).wait()

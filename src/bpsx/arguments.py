@@ -60,6 +60,14 @@ def checked_passes(passes: Any, verb: str) -> int:
     return number
 
 
+def check_unmasked(array: Any, what: str) -> None:
+    """Raise :class:`ConfigError` for a NumPy array that hides some of its elements. ``what`` names it."""
+    if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
+        hidden = int(np.ma.getmaskarray(array).sum())
+        raise ConfigError(f"{what}: {hidden} elements of a numpy.ma.MaskedArray are masked, and a mask cannot be sent: give array.filled(0), or "
+                          "another value for them; where it matters how many workers have an element, push_pull (~array.mask).astype('int32'), too")
+
+
 def check_handle(handle: Any, verb: str) -> None:
     """Raise :class:`ConfigError` unless ``handle`` can be asked and waited for, as what the ``_async`` verbs return."""
     if not (hasattr(handle, "done") and hasattr(handle, "wait")):

@@ -47,11 +47,14 @@ def view(array: Any, what: str, moved: bool = False) -> GpuView:
     if not hasattr(array, "__cuda_array_interface__"):
         array = _in_cupy(array, what)
     described = array.__cuda_array_interface__
+    _check_described(described, what)
     shape, dtype = tuple(described["shape"]), _dtype_of(array, described["typestr"])
     itemsize = np.dtype(described["typestr"]).itemsize if moved else dtype_named(dtype, what).itemsize
     if not _is_contiguous(shape, described.get("strides"), itemsize):
         raise ConfigError(f"{what}: an array on a GPU must be C-contiguous; this one has shape {shape} and strides {described['strides']}")
     nbytes, address = _count(shape) * itemsize, int(described["data"][0])
+    if not moved and nbytes and address % itemsize:
+        raise ConfigError(f"{what}: memory on a GPU must be aligned; this array's begins at {address:#x}, and its elements have {itemsize} bytes")
     gpu = array.__dlpack_device__()[1] if hasattr(array, "__dlpack_device__") else where(address) if nbytes else 0
     if gpu < 0:
         raise ConfigError(f"{what}: its __cuda_array_interface__ names memory that is no GPU's")
@@ -69,6 +72,8 @@ def output_for(array: Any, output: Any, what: str) -> Any:
     written to."""
     if output is None:
         return _cupy(what).empty_like(_in_cupy(array, what), order="C")
+    if not is_on_gpu(output):
+        raise ConfigError(f"{what}: output must be an array on a GPU, as the input is, not {type(output).__name__}")
     if hasattr(output, "__cuda_array_interface__") and output.__cuda_array_interface__["data"][1]:
         raise ConfigError(f"{what}: output must be writeable")
     return output
@@ -79,7 +84,27 @@ def contiguous(array: Any, what: str) -> Any:
     described = getattr(array, "__cuda_array_interface__", None)
     if described is None or described.get("strides") is None:
         return array
+    _check_described(described, what)       # a copy would drop it
     return _cupy(what).ascontiguousarray(array)
+
+
+def check_overlap(source: GpuView, target: GpuView, what: str) -> None:
+    """Raise :class:`~bpsx.errors.ConfigError` if two arrays overlap without being the same memory.
+
+    Results arrive in pieces, and would overwrite elements that have yet to be sent.
+    """
+    if source.address != target.address and max(source.address, target.address) < min(source.address + source.nbytes, target.address + target.nbytes):
+        raise ConfigError(f"{what}: output overlaps the input's memory without being the same; give the input itself, or an array of its own")
+
+
+def _check_described(described: dict[str, Any], what: str) -> None:
+    """Raise :class:`~bpsx.errors.ConfigError` for what ``__cuda_array_interface__`` tells of and bpsx would not heed."""
+    if described.get("mask") is not None:
+        raise ConfigError(f"{what}: the array has a mask, which cannot be sent: give a value to the masked elements")
+    dtype = np.dtype(described["typestr"])
+    if not dtype.isnative:
+        raise ConfigError(f"{what}: dtype {dtype.str} is not of this machine's byte order, and is not converted on a GPU: "
+                          f"give elements of {dtype.newbyteorder('=').str}")
 
 
 def _in_cupy(array: Any, what: str) -> Any:

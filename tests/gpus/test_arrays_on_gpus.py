@@ -86,5 +86,19 @@ def test_arrays_that_cannot_be(pretend: Path) -> None:
         assert "output float64" in text(lambda: bpsx.push_pull(x, "x", output=PretendArray(np.ones((4, 6)), main)))
         told = text(lambda: bpsx.push_pull(PretendArray(np.ones(3, np.complex64), main), "c", output=x))
         assert told.startswith("UnsupportedDType") and "complex64" in told, told
+        def refused(given, output=x, verb=bpsx.push_pull):
+            return text(lambda: verb(given, name="y", output=output))
+
+        for verb in (bpsx.push_pull, bpsx.broadcast):
+            assert "byte order" in refused(Interface(typestr=">f4"), verb=verb)
+            assert "byte order" in refused(Interface(typestr=">f4", strides=(4, 16)), verb=verb)
+            assert "byte order" in refused(x, Interface(typestr=">f4"), verb)
+            assert "mask" in refused(Interface(mask=x), verb=verb)
+            assert "C-contiguous" in refused(x, Interface(strides=(0, 4)), verb)
+            assert "on a GPU" in refused(x, np.ones((4, 6), np.float32), verb)
+            assert "overlaps" in refused(x, Interface(data=(x.address + 4, False)), verb)
+            assert "NumPy array" in refused(np.ones((4, 6), np.float32), x, verb)
+        assert "aligned" in refused(Interface(data=(x.address + 2, False)))
+        assert (x.get() == 1).all()
         bpsx.shutdown()
     """, pretend)

@@ -30,9 +30,10 @@ class UnsupportedTensor(BpsxError, TypeError):
 
 
 def as_tensor(value: Any, what: str) -> tf.Tensor:
-    """``value`` as a dense tensor. Raises :class:`UnsupportedTensor`."""
+    """``value`` as a dense tensor. Raises :class:`UnsupportedTensor`; :class:`ConfigError` for a NumPy array with masked elements."""
     if isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
         raise UnsupportedTensor(f"{what}: a {type(value).__name__} cannot be sent; allowed are dense tensors and tf.IndexedSlices")
+    _adapter.check_unmasked(value, what)        # TensorFlow would drop the mask
     try:
         return tf.convert_to_tensor(value)
     except (TypeError, ValueError, tf.errors.InvalidArgumentError) as e:
