@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bpsx import arrays, errors, host_arrays, process_exit
+from bpsx import arrays, errors, host_arrays, process_exit, spawned
 from bpsx._exit import set_exit_status
 from bpsx._handle import Handle
 from bpsx.arguments import check_handle, check_name, check_priority, checked_root
@@ -70,7 +70,10 @@ def begin(again: bool = False, **given: Any) -> None:
     with _lock:
         if not initialised():
             config, _placed = Config(role="worker", **given), bool(given)
-            _adopt(_next_session(config) if again else Session(config))
+            try:
+                _adopt(_next_session(config) if again else Session(config))
+            except errors.JobOverError as e:
+                raise spawned.explained(e, config.rank) from None
 
 
 def initialised() -> bool:

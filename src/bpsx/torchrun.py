@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from bpsx import api
+from bpsx import api, spawned
 from bpsx.companions import Companions
 from bpsx.config import MOST_WORKERS, TORCHRUN_OPTIONS, Config, torchrun_variables
 from bpsx.errors import ConfigError, RendezvousError
@@ -141,6 +141,7 @@ def _join(ours: Place, open_store: Callable[[str, float], Store], resumed: tuple
             _check_resumed(resumed, 1)
             fields = {"num_worker": 1, "local_size": 1, "worker_id": 0, "local_rank": 0}
         else:
+            spawned.check(ours.rank)
             store = open_store(f"bpsx/{ours.run}/", config.rendezvous_timeout)
             agreement = _Agreement(ours, config, store, resumed)
             fields = agreement.fields()
