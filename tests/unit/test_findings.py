@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -118,6 +119,25 @@ def test_the_trial_is_judged(status: int, out: str, err: str, said: str) -> None
     assert said in " ".join(report.problems)
     assert bool(report.problems) == bool(said)
     assert ("all well" in doctor.text(report)) == (not said)
+
+
+def test_the_verdict_counts_hints() -> None:
+    report = Report(hints=["one"])
+    assert doctor.text(report).splitlines()[-1] == "nothing is wrong; 1 thing is worth a look (above)"
+    report.hints.append("two")
+    assert doctor.text(report).splitlines()[-1] == "nothing is wrong; 2 things are worth a look (above)"
+    report.problems.append("three")
+    assert doctor.text(report).splitlines()[-1] == "1 thing is wrong"
+
+
+def test_shared_memory_that_nothing_needs_is_no_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of one machine share memory without a name, which takes no space in /dev/shm."""
+    full = os.statvfs_result((4096, 4096, 16, 0, 0, 1, 1, 1, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    report = Report()
+    findings.limits(report)
+    assert report.found["limits"]["/dev/shm, MiB free"] == 0
+    assert not any("shm" in hint for hint in report.hints)
 
 
 def test_a_trial_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

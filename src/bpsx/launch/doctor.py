@@ -84,8 +84,18 @@ def text(report: Report) -> str:
         lines += [f"{section}:", *(f"  {name}: {_shown(value)}" for name, value in entries.items())]
     lines += [f"worth a look: {hint}" for hint in report.hints]
     lines += [f"WRONG: {problem}" for problem in report.problems]
-    lines.append(f"{len(report.problems)} thing{'s are' * (len(report.problems) > 1) or ' is'} wrong" if report.problems else "all well")
-    return "\n".join(lines)
+    return "\n".join([*lines, _verdict(report)])
+
+
+def _verdict(report: Report) -> str:
+    """The last line: it must not hide hints that stand above it."""
+    if report.problems:
+        return f"{_things(report.problems)} wrong"
+    return f"nothing is wrong; {_things(report.hints)} worth a look (above)" if report.hints else "all well"
+
+
+def _things(lines: Sequence[str]) -> str:
+    return "1 thing is" if len(lines) == 1 else f"{len(lines)} things are"
 
 
 def _shown(value: object) -> str:
