@@ -20,6 +20,8 @@ from bpsx.config import Config
 from bpsx.secret import HOW_TO
 from bpsx.transports.address import interface_address, is_ipv6, is_loopback, own_address_towards, resolve
 
+#: Descriptors that a worker or a server of a small job opens, as counted, and a few to spare.
+_LEAST_DESCRIPTORS = 32
 log = logging.getLogger("bpsx.host")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
@@ -111,6 +113,23 @@ def heed_signals(role: str, end: Callable[[signal.Signals], None], serving: Call
     for number in SCRIPT_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SCRIPT_SIGNALS)     # who started us may have blocked them until now
+
+
+def require_descriptors(role: str) -> None:
+    """Raise :class:`~bpsx.errors.ConfigError` unless this process may open the files and connections that ``role`` needs at the least.
+
+    Libraries that run out of them abort, hang, or fail far from the cause.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return
+    try:
+        taken = len(os.listdir("/proc/self/fd"))
+    except OSError:         # there is not even one left, or no /proc
+        taken = limit if limit < _LEAST_DESCRIPTORS else 0
+    if taken + _LEAST_DESCRIPTORS > limit:
+        raise errors.ConfigError(f"this {role} may have {limit} open files and connections (ulimit -n), has {taken}, and needs at least "
+                                 f"{_LEAST_DESCRIPTORS} more, one for each peer besides: raise the limit, for example ulimit -n 1024")
 
 
 @functools.cache

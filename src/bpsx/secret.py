@@ -59,7 +59,10 @@ def curve_key(secret: bytes, purpose: str) -> bytes:
 
 def accept(text: str, where: str) -> bytes:
     """``text`` as a secret. Raises :class:`~bpsx.errors.ConfigError`, naming ``where`` it came from, if it is too short or too long."""
-    value = text.strip().encode()
+    try:
+        value = text.strip().encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{where}: is no text in UTF-8; {HOW_TO}") from None
     if not LEAST_BYTES <= len(value) <= MOST_BYTES:
         raise ConfigError(f"{where}: the job secret has {len(value)} bytes; {LEAST_BYTES} to {MOST_BYTES} are allowed; {HOW_TO}")
     return value

@@ -20,7 +20,7 @@ from bpsx.declaring import check_name, check_new
 from bpsx.devices import Devices, OnGpu, Streams, View
 from bpsx.dtypes import BY_CODE, BY_NAME, FLOAT_CODES, dtype_named
 from bpsx.forking import keep_from_children
-from bpsx.host import keep_memory, own_host
+from bpsx.host import keep_memory, own_host, require_descriptors
 from bpsx.joining import Joining
 from bpsx.logs import configure
 from bpsx.neighbourhood import Neighbourhood
@@ -78,6 +78,7 @@ class Session:
         self._core: Core
         self.reporter = Reporter(config, "worker", self.rank, own_host(config) if config.distributed else "")
         if config.distributed:
+            require_descriptors("worker")
             keep_memory(config.keep_memory)
             self._join()
         else:

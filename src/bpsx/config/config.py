@@ -176,9 +176,14 @@ def _read(option: Option, source: Mapping[str, str]) -> Any:
     if text is None or (text == "" and option.parse not in (str, folder)):
         return option.default() if callable(option.default) else option.default
     try:
+        if option.parse is not folder:      # a path is bytes to the system; all else is sent to others, or compared
+            text.encode()
         return option.parse(text.strip())
-    except ValueError:
-        raise ConfigError(f"{option.env}={text!r}: allowed is {option.allowed}") from None
+    except UnicodeEncodeError:
+        raise ConfigError(f"{option.env}: is no text in UTF-8") from None       # its value may be secret
+    except ValueError as e:
+        why = f"{e}" if option.parse is folder else f"allowed is {option.allowed}"
+        raise ConfigError(f"{option.env}={text!r}: {why}") from None
 
 
 def _complain(source: Mapping[str, str]) -> Iterable[str]:

@@ -13,14 +13,33 @@ from bpsx.config.parsers import folder as expanded
 from bpsx.errors import ConfigError
 
 
+def _named(variable: str, source: Mapping[str, str]) -> str:
+    """The folder that an option names; empty if it names none. Raises :class:`~bpsx.errors.ConfigError`."""
+    text = source.get(variable, "")
+    try:
+        return expanded(text)
+    except ValueError as e:
+        raise ConfigError(f"{variable}={text!r}: {e}") from None
+
+
+def _temporary(options: str) -> str:
+    """The system's temporary folder. ``options`` name another one, for the error."""
+    try:
+        return tempfile.gettempdir()
+    except OSError as e:
+        raise ConfigError(f"{options}: no folder that this user may write to ({e.strerror}); set {options} or TMPDIR to one that is writeable") from e
+
+
 def _cache_places(source: Mapping[str, str]) -> Iterator[Path]:
     """Where compiled kernels may be, best first."""
-    if named := expanded(source.get("BPSX_CACHE_DIR", "")):
+    if named := _named("BPSX_CACHE_DIR", source):
         yield Path(named)
         return
-    yield Path(source.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")) / "bpsx"
+    above = source.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    if os.path.isabs(above):        # without HOME and an entry in passwd a user has no home folder, and ~ stays as it is
+        yield Path(above) / "bpsx"
     # Looked up only if need be: that makes a file for a moment, which stays if we are killed in it.
-    yield Path(tempfile.gettempdir()) / f"bpsx-{os.getuid()}"
+    yield Path(_temporary("BPSX_CACHE_DIR")) / f"bpsx-{os.getuid()}"
 
 
 def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
@@ -39,19 +58,27 @@ def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     raise ConfigError("BPSX_CACHE_DIR: no folder that this user and nobody else may write to for compiled kernels; tried " + ", ".join(tried))
 
 
+def _above(source: Mapping[str, str]) -> str:
+    """The folder that holds this user's."""
+    if named := _named("BYTEPS_SOCKET_PATH", source):
+        return named
+    session = source.get("XDG_RUNTIME_DIR", "")
+    # su, cron and containers pass the variable on without the folder, which is the login's and not ours to make.
+    return session if os.path.isabs(session) and os.access(session, os.W_OK | os.X_OK) else _temporary("BYTEPS_SOCKET_PATH")
+
+
 def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:
     """The folder for sockets of running jobs: ``bpsx-<user id>``, mode 0700, this user's; made if need be.
 
     Raises :class:`~bpsx.errors.ConfigError` if somebody else owns it or others may enter it: its content could not be trusted.
     """
     source = environment(environ)
-    above = expanded(source.get("BYTEPS_SOCKET_PATH", "")) or source.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    folder = Path(above) / f"bpsx-{os.getuid()}"
+    folder = Path(_above(source)) / f"bpsx-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
     except OSError as e:
-        raise ConfigError(f"BYTEPS_SOCKET_PATH: cannot make {folder}: {e.strerror}") from e
+        raise ConfigError(f"BYTEPS_SOCKET_PATH: cannot make {folder}: {e.strerror}; set it to a folder that this user may write to") from e
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(f"BYTEPS_SOCKET_PATH: {folder} must be a folder of user {os.getuid()}'s with mode 0700; "
                           f"it belongs to user {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):04o}")

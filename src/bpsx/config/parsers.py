@@ -106,5 +106,8 @@ def blacklist(text: str) -> str:
 
 
 def folder(text: str) -> str:
-    """``~`` is the home folder also where no shell has seen it, as in a file of variables."""
-    return os.path.expanduser(text)
+    """``~`` is the home folder also where no shell has seen it, as in a file of variables. Raises :class:`ValueError` if nobody knows that one."""
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise ValueError("this user has no home folder (no HOME, no entry in passwd), or there is no such user: write the path without ~")
+    return path

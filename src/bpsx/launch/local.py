@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from bpsx.config import Config, child_environment
+from bpsx.config import Config, child_environment, runtime_dir
 from bpsx.host import SCRIPT_SIGNALS
 from bpsx.launch import record
 from bpsx.launch.far import Far
@@ -193,7 +193,7 @@ class Job:
             if self._plan.port:
                 self._start(scheduler, state)
                 return self._plan.port
-            with tempfile.TemporaryDirectory(prefix="bpsx-run-") as folder:  # private to the user; gone once the port is known
+            with tempfile.TemporaryDirectory(prefix="bpsx-run-", dir=runtime_dir()) as folder:     # gone once the port is known
                 file = Path(folder, "port")
                 self._start(replace(scheduler, environment={**scheduler.environment, "BPSX_PORT_FILE": str(file)}), state)
                 # Renamed into place, so it is complete.

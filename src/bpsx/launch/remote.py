@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from bpsx.config import child_environment
+from bpsx.config import child_environment, runtime_dir
 from bpsx.launch.local import Child, Ending, signals
 from bpsx.launch.roles import cannot_run, child_setup, heeded
 
@@ -40,7 +40,7 @@ class Runner:
     def run(self) -> int:
         """Returns the exit status of the process, 128 + n if signal n ended it."""
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        with signals(self._on_signal) as wake, tempfile.TemporaryDirectory(prefix="bpsx-run-") as folder:
+        with signals(self._on_signal) as wake, tempfile.TemporaryDirectory(prefix="bpsx-run-", dir=runtime_dir()) as folder:
             file = Path(folder, "port") if self._request["find_port"] else None
             try:
                 self._start(file, mask)

@@ -7,7 +7,7 @@ import sys
 
 from bpsx.config import Config
 from bpsx.errors import BpsxError
-from bpsx.host import heed_signals, hold
+from bpsx.host import allow_descriptors, heed_signals, hold, require_descriptors
 from bpsx.logs import configure
 from bpsx.rendezvous.hub import Hub
 
@@ -18,6 +18,8 @@ def main() -> int:
         config = Config(role="scheduler")
         configure(config, "scheduler")
         config.check()
+        allow_descriptors()
+        require_descriptors("scheduler")
         hub = Hub(config)
     except BpsxError as e:
         print(f"bpsx scheduler: {e}", file=sys.stderr)

@@ -12,7 +12,7 @@ from typing import Any
 from bpsx.config import Config
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError, ConfigError, in_short
-from bpsx.host import allow_descriptors, heed_signals, hold, keep_memory, own_host, require_trust
+from bpsx.host import allow_descriptors, heed_signals, hold, keep_memory, own_host, require_descriptors, require_trust
 from bpsx.kernels import loading
 from bpsx.kernels.outside import import_compressors
 from bpsx.logs import configure
@@ -50,6 +50,7 @@ class Server:
         host = own_host(config)
         require_trust(config, host)
         allow_descriptors()
+        require_descriptors("server")
         endpoints = [open_endpoint(config) for _ in range(config.engine_threads)]
         link = Link(config)
         try:
