@@ -54,6 +54,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """The verbs too, before they are loaded."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+
+
 def __getattr__(name: str) -> Any:
     """The verbs, loaded when first used: the launcher and the scheduler need neither NumPy nor the core."""
     if name not in __all__:

@@ -396,7 +396,9 @@ def barrier() -> None:
 
 def get_pushpull_speed() -> Speed:
     """(milliseconds since the epoch, MB/s): the rate at which tensors came home since the last call, over the time in which any were under
-    way. MB are 10^6 bytes of tensor, counted once. What is returned also has ``sent`` and ``received``: MB/s on this worker's wire in the same time,
+    way; while none has been since then, what the last call returned. MB are 10^6 bytes of tensor, counted once.
+
+    What is returned also has ``sent`` and ``received``: MB/s on this worker's wire in the same time,
     which are less where gradients are compressed."""
     return session().speed()
 

@@ -33,8 +33,41 @@ class TransportError(BpsxError, ConnectionError):
     """The transport could not listen, connect or send."""
 
 
+#: A process of the job, as reports name it: "worker 1 (10.0.0.2, pid 77)", "server 0 at 10.0.0.3:5000", "the scheduler at …".
+_PEER = re.compile(r"\b(worker|server|scheduler)(?: (\d+))?(?: \((?P<host>[^,()]+)(?:, pid \d+)?\)| at (?P<at>[^\s,;()]*[^\s,;():.]))?")
+
+
 class PeerLostError(BpsxError, ConnectionError):
-    """A worker, a server or the scheduler died or cannot be reached. Names role, rank and address."""
+    """A worker, a server or the scheduler died or cannot be reached. Names role, rank and address.
+
+    The attributes are read from the text, which may have come from another process; each is None where the text does not say it.
+    """
+
+    def _peer(self) -> re.Match[str] | None:
+        return _PEER.search(str(self))
+
+    @property
+    def role(self) -> str | None:
+        """``worker``, ``server`` or ``scheduler``."""
+        found = self._peer()
+        return found[1] if found else None
+
+    @property
+    def rank(self) -> int | None:
+        """Its rank; the scheduler has none."""
+        found = self._peer()
+        return int(found[2]) if found and found[2] else None
+
+    @property
+    def address(self) -> str | None:
+        """Its host, or its host and port."""
+        found = self._peer()
+        return found["host"] or found["at"] if found else None
+
+    @property
+    def reason(self) -> str:
+        """The whole text."""
+        return str(self)
 
 
 class PeerLeftError(PeerLostError):
@@ -43,6 +76,12 @@ class PeerLeftError(PeerLostError):
 
 class MismatchError(BpsxError, ValueError):
     """Workers disagree about a tensor's shape, dtype or operation. Names both sides."""
+
+    @property
+    def tensor(self) -> str | None:
+        """The tensor's name, read from the text; None where that does not say it."""
+        found = re.search(r"(['\"])(.+?)\1", str(self))
+        return found[2] if found else None
 
 
 class StallError(BpsxError, TimeoutError):

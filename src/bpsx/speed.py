@@ -31,15 +31,18 @@ class Speed(tuple[float, float]):
 
 
 class Speedometer:
-    """Speeds since the last look."""
+    """Speeds since the last look; those of the look before, while nothing has been under way since."""
 
     def __init__(self) -> None:
         self._last: Mapping[str, int] = {}
+        self._rates = (0.0, 0.0, 0.0)
 
     def read(self, counters: Mapping[str, int]) -> Speed:
         """``counters``: of :meth:`bpsx._core.Core.counters`."""
         before, self._last = self._last, dict(counters)
         grown = {key: counters[key] - before.get(key, 0) for key in ("tensor_bytes", "bytes_sent", "bytes_received", "busy_ns")}
         spent = grown["busy_ns"]
-        rates = (grown[key] * 1e3 / spent if spent else 0.0 for key in ("tensor_bytes", "bytes_sent", "bytes_received"))
-        return Speed(time.time() * 1000, *rates)
+        if spent:
+            home, sent, received = (grown[key] * 1e3 / spent for key in ("tensor_bytes", "bytes_sent", "bytes_received"))
+            self._rates = home, sent, received
+        return Speed(time.time() * 1000, *self._rates)

@@ -57,7 +57,8 @@ def test_the_report_for_people(launcher: Launcher) -> None:
     secret = "nobody-may-read-this-anywhere-at-all"
     status, out, err = finish(launcher.start(words("doctor"), {"BPSX_SECRET": secret, "BYTEPS_PARTITION_BYTS": "1"}))
     assert (status, err) == (0, [])
-    assert out[-1].startswith("nothing is wrong; ") and out[-1].endswith("worth a look (above)") and "  BPSX_SECRET: (set)" in out and "  right: yes" in out
+    assert any(line.startswith("nothing is wrong; ") and line.endswith("worth a look (above)") for line in out)
+    assert "  BPSX_SECRET: (set)" in out and "  right: yes" in out
     assert not any(secret in line for line in out)
     assert "worth a look: BYTEPS_PARTITION_BYTS is not a known option; did you mean BYTEPS_PARTITION_BYTES?" in out
 

@@ -45,3 +45,8 @@ __all__ = [
     "byteps_declare_tensor", "byteps_push_pull", "get_pushpull_speed", "init", "join", "local_rank", "local_size", "rank", "resume", "shutdown",
     "size", "suspend",
 ]
+
+
+def __dir__() -> list[str]:
+    """Public names only: BytePS's, and ours."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

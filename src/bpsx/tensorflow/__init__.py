@@ -47,6 +47,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """Public names only: BytePS's, and ours."""
+    return sorted({*__all__, "distribute", "keras", *(name for name in globals() if name.startswith("__"))})
+
+
 def __getattr__(name: str) -> _Any:
     """The packages in this one, loaded when first used: Keras takes seconds."""
     if name not in ("distribute", "keras"):

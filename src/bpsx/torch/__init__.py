@@ -1,6 +1,7 @@
 """bpsx for PyTorch: ``import bpsx.torch as bps``.
 
-BytePS's names and arguments: a script for ``byteps.torch`` runs with the import changed. CPU tensors; gradients leave during backward.
+BytePS's names and arguments: a script for ``byteps.torch`` runs with the import changed.
+Tensors on the CPU or a CUDA device; gradients leave during backward.
 """
 
 from __future__ import annotations
@@ -66,3 +67,8 @@ __all__ = [
     "join", "local_rank", "local_size", "poll", "push_pull", "push_pull_async", "push_pull_async_inplace", "push_pull_inplace", "rank",
     "resume", "shutdown", "size", "suspend", "synchronize",
 ]
+
+
+def __dir__() -> list[str]:
+    """Public names only: BytePS's, and ours."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -27,7 +27,7 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, sparse_as_dense: bool = False,
     compression_params: Params = None,
-) -> torch.optim.Optimizer:
+) -> _DistributedOptimizer:
     """Make ``optimizer`` average gradients over all workers before it steps. Returns the same object, now of a subclass of its class.
 
     So ``isinstance``, ``param_groups``, ``state_dict`` and learning-rate schedulers work as before. Call it after ``init()`` and the same
@@ -37,6 +37,8 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     ``named_parameters``: (name, parameter) pairs, usually ``model.named_parameters()``, naming at least all parameters of ``optimizer``; by
     default they are called ``push_pull.noname.<group>.<index>``. Names, order, shapes and dtypes must be the same on all workers. Two
     distributed optimizers that live at once need different names. ``compression``: one of :class:`Compression`, for the wire only.
+    ``compression_params``: how servers and workers compress gradients: a mapping as in ``docs/compression.md``, for example
+    ``{"compressor": "onebit", "ef": "vanilla"}``, for all parameters, the same on all workers; not together with ``compression``.
     ``backward_passes_per_step``: gradients of so many backward passes are added up locally before they are pushed; the result is averaged
     over workers, not over passes (divide the loss if you want that).
 
@@ -76,7 +78,7 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
 def distribute(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None, compression: type[Compressor],
     backward_passes_per_step: int, sparse_as_dense: bool, average: bool = True, compression_params: Params = None,
-) -> torch.optim.Optimizer:
+) -> _DistributedOptimizer:
     """:func:`DistributedOptimizer`; with ``average=False`` gradients are sums over the workers, which asynchronous training does not have."""
     check_optimizer(optimizer)
     check_options(compression, sparse_as_dense)
@@ -89,8 +91,8 @@ def distribute(
     passes = checked_passes(backward_passes_per_step, "DistributedOptimizer")
     exchange = _exchange_for(optimizer, names, compression, passes, sparse_as_dense, average, choices)
     taken_over = TakenOver(optimizer, by_id, choices) if any(c.momentum for c in choices.values()) else None
-    mixed = mix_in(_DistributedOptimizer, optimizer, exchange)
-    cast("_DistributedOptimizer", mixed)._taken_over = taken_over
+    mixed = cast("_DistributedOptimizer", mix_in(_DistributedOptimizer, optimizer, exchange))
+    mixed._taken_over = taken_over
     return mixed
 
 
