@@ -1,29 +1,42 @@
 # make demo | test | fuzz | bench NAME=… | build | docs | lint | clean
 #
-# Everything runs in one environment, .venv, which `make build` makes once; it is made again only when a source file changes.
+# Everything runs in one environment, .venv: `make demo` puts into it what the demo needs, `make test`
+# adds what tests need. A package list that changes, or a source file, has only its part made again.
 PYTHON ?= python3
-# Where the default wheel of torch brings gigabytes of CUDA along, name a CPU build: make demo TORCH="torch==…+cpu".
+# The ordinary wheel of torch brings gigabytes of CUDA along. A CPU build is smaller:
+# make demo TORCH="torch==…+cpu"
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find src -type f ! -name '*.so' ! -path '*/__pycache__/*') meson.build pyproject.toml
 
-.PHONY: build demo test fuzz bench docs lint clean
+.PHONY: build ready demo test fuzz bench docs lint clean
+
+.NOTPARALLEL:
 
 build: $(VENV)/installed
 
-# The environment: tools, test and demo packages, torch. Made again when the list of packages changes.
-$(VENV)/environment: pyproject.toml requirements-dev.txt
-	@echo 'making $(VENV) and installing what bpsx needs: about a minute'
+# Both, for those who change bpsx.
+ready: $(VENV)/tests build
+
+# What the build and the demo need: tools, packages, torch.
+$(VENV)/environment: requirements-demo.txt
+	@echo 'making $(VENV) and installing what bpsx and its demo need: about a minute'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' -r requirements-dev.txt
-	# MXNet asks for a NumPy below 2, and bpsx.mxnet has it work with what is there. One of those below 2 is for a test that it does with both.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'mxnet>=1.9.1,<2'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/numpy1 'numpy>=1.26,<2'
+	$(PIP) '$(TORCH)' -r requirements-demo.txt
+	@touch $@
+
+# What tests, linters and benchmarks need besides. TensorFlow and MXNet come if they have a wheel
+# for this Python.
+$(VENV)/tests: $(VENV)/environment requirements-dev.txt tests/optional.py
+	@echo 'installing what the tests need: a minute or two'
+	$(PIP) -r requirements-dev.txt
+	$(BIN)/python tests/optional.py
 	@touch $@
 
 $(VENV)/installed: $(VENV)/environment $(SOURCES)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
+	$(PIP) --no-build-isolation --no-deps --force-reinstall \
 		-Cbuild-dir=$(VENV)/build .
 	@touch $@
 
@@ -33,19 +46,19 @@ $(VENV)/installed: export PATH := $(CURDIR)/$(BIN):$(PATH)
 demo: build
 	$(BIN)/bpsx-run --local --workers 2 --servers 1 $(BIN)/python examples/pytorch/digits.py
 
-test: build
+test: ready
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
-fuzz: build
+fuzz: ready
 	$(BIN)/python -m pytest tests/cluster/test_fuzz.py --fuzz 10000000 -s
 
-bench: build
+bench: ready
 	$(BIN)/python -m bench $(NAME)
 
 docs: build
 	$(BIN)/python -c "from bpsx.config import reference; print(reference(), end='')" > docs/options.md
 
-lint: build
+lint: ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 

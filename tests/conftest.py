@@ -11,7 +11,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 pytest.register_assert_rewrite("launching")
-from forking import nurseries  # noqa: E402  (it is beside this file)
+import apart  # noqa: E402  (it and the next two are beside this file)
+import optional  # noqa: E402
+from forking import nurseries  # noqa: E402
+
+#: Packages that tests need, by how the names of their files begin.
+NEEDS = {"test_torch": "torch", "test_tensorflow": "tensorflow", "test_mxnet": "mxnet"}
 
 # Compiled kernels stay in the checkout: a run leaves nothing elsewhere.
 os.environ.setdefault("BPSX_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "test-cache"))
@@ -19,6 +24,18 @@ os.environ.setdefault("BPSX_CACHE_DIR", str(Path(__file__).parents[1] / "build" 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz", type=int, default=1_000_000, metavar="N", help="mutated messages that a live server gets (1000000)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = {start: reason for start, module in NEEDS.items() if (reason := optional.why_missing(module))}
+    for item in items:
+        for start, reason in missing.items():
+            if item.path.name.startswith(start):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    apart.check(apart.IN_PYTEST)
 
 
 def children() -> set[int]:
@@ -41,3 +58,4 @@ def nothing_left() -> Iterator[None]:
     yield
     assert not children() - before, "the test left processes behind"
     assert not {p for p in os.listdir("/dev/shm") if "bpsx" in p} - names, "the test left names in /dev/shm"
+    apart.check(apart.IN_PYTEST)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+import apart
 from frameworks import running
 from frameworks.running import Finished, each
 
@@ -39,4 +40,5 @@ def work(module_file: str, out: str, functions: list[str]) -> None:
     bps.init()
     results = {name: getattr(module, name)() for name in functions}
     running.place(out, bps.rank()).write_bytes(pickle.dumps(results))
+    apart.check("mxnet")
     bps.shutdown()

@@ -7,10 +7,14 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import apart
 from frameworks import running
 from frameworks.running import Finished, each
 
-__all__ = ["Finished", "each", "load", "run_job", "work"]
+__all__ = ["WORKER", "Finished", "each", "load", "run_job", "work"]
+
+#: Whether this process is a worker. Test modules import TensorFlow under ``if WORKER:``; see :mod:`apart`.
+WORKER = False
 
 #: TensorFlow's lines about itself, and a GPU that a test of the host has no use for.
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
@@ -25,9 +29,12 @@ def load(file: Path) -> dict[str, Any]:
 
 def work(module_file: str, out: str, functions: list[str]) -> None:
     """Call ``functions`` between ``init`` and ``shutdown``. What they return has to be made of NumPy's and Python's."""
+    global WORKER
     import tensorflow as tf
 
     import bpsx.tensorflow as bps
+
+    WORKER = True
 
     tf.config.threading.set_inter_op_parallelism_threads(2)
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -38,4 +45,5 @@ def work(module_file: str, out: str, functions: list[str]) -> None:
         tf.random.set_seed(100 + rank)      # whatever must be alike on the workers has to be made so by the test
         results[name] = getattr(module, name)()
     running.place(out, rank).write_bytes(pickle.dumps(results))
+    apart.check("tensorflow")
     bps.shutdown()

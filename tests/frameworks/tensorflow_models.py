@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 BATCH = 8
 
@@ -26,8 +25,10 @@ def mlp() -> Any:
     return model
 
 
-def loss_of(model: Any, x: Any, y: Any) -> tf.Tensor:
+def loss_of(model: Any, x: Any, y: Any) -> Any:
     """The mean over the batch: so the average of two workers' gradients is that of the joined batch."""
+    import tensorflow as tf
+
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=model(x, training=True)))
 
 
@@ -41,6 +42,7 @@ def whole(variables: Any, **more: Any) -> dict[str, dict[str, Any]]:
 def joined(steps: int = 4) -> list[np.ndarray]:
     """The weights after training alone, on all workers' batches, with SGD and momentum."""
     import keras
+    import tensorflow as tf
 
     model, optimizer = mlp(), keras.optimizers.SGD(0.1, momentum=0.9)
     inputs, labels = data(steps)

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from frameworks import hiding
+from optional import OLD_NUMPY, why_left_out
 
 pytestmark = pytest.mark.timeout(120)
-#: A NumPy below 2, which `make build` puts here.
-OLD = Path(sys.prefix) / "numpy1"
 WORKS = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stdout)
@@ -60,9 +59,9 @@ def test_mxnet_works_with_numpy(which: str) -> None:
     """All that Python and NumPy warn of would be an error. NumPy itself gains no name."""
     path = os.environ.get("PYTHONPATH", "")
     if which == "one below 2":
-        if not OLD.is_dir():
-            pytest.skip(f"no NumPy below 2 in {OLD}: make build puts one there")
-        path = f"{OLD}{os.pathsep}{path}"
+        if not (OLD_NUMPY / "numpy").is_dir():
+            pytest.skip(f"NumPy below 2 {why_left_out('numpy1')}")
+        path = f"{OLD_NUMPY}{os.pathsep}{path}"
     done = script(WORKS, "-W", "error", PYTHONPATH=path)
     assert done.returncode == 0, done.stderr[-3000:]
     told, last = done.stdout.splitlines()[0], done.stdout.splitlines()[-1]

@@ -7,23 +7,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
-import tensorflow as tf
-from tensorflow_job import QUIET, Finished, each, run_job
+from tensorflow_job import QUIET, WORKER, Finished, each, run_job
 from tensorflow_models import BATCH, data, loss_of, mlp, whole
 
-import bpsx.tensorflow as bps
-import bpsx.tensorflow.keras as bpk
 from bpsx.errors import ConfigError
 from jobs import Job
+
+if WORKER:
+    import keras
+    import tensorflow as tf
+
+    import bpsx.tensorflow as bps
+    import bpsx.tensorflow.keras as bpk
+
+    LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    v1 = tf.compat.v1
 
 WORKERS = 2
 STEPS = 6
 HALF = STEPS // 2
-LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-v1 = tf.compat.v1
 #: With residuals on both sides and momentum.
 LOSSY = {"compressor": "topk", "k": 2, "ef": "vanilla", "momentum": "nesterov", "mu": 0.5}
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
-import tensorflow as tf
-from tensorflow_job import Finished, each, run_job
+from tensorflow_job import WORKER, Finished, each, run_job
 from tensorflow_models import BATCH, data, joined, mlp
 
-import bpsx.tensorflow as bps
-from bpsx.tensorflow.distribute import CrossDeviceOps, MirroredStrategy
-from bpsx.tensorflow.keras.callbacks import BroadcastGlobalVariablesCallback
+if WORKER:
+    import keras
+    import tensorflow as tf
+
+    import bpsx.tensorflow as bps
+    from bpsx.tensorflow.distribute import CrossDeviceOps, MirroredStrategy
+    from bpsx.tensorflow.keras.callbacks import BroadcastGlobalVariablesCallback
+
 
 WORKERS = 2
 STEPS = 4

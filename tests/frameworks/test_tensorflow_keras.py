@@ -7,22 +7,41 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
-import tensorflow as tf
-from tensorflow_job import Finished, each, run_job
+from tensorflow_job import WORKER, Finished, each, run_job
 from tensorflow_models import BATCH, data, joined, mlp, whole
 
-import bpsx.keras
-import bpsx.tensorflow as bps
-import bpsx.tensorflow.keras as bpk
 from bpsx.api import session
 from bpsx.errors import ConfigError
 
+if WORKER:
+    import keras
+    import tensorflow as tf
+
+    import bpsx.keras
+    import bpsx.tensorflow as bps
+    import bpsx.tensorflow.keras as bpk
+
+    LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    class Watch(keras.callbacks.Callback):  # type: ignore[misc]
+        """What the learning rate and the metrics were."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.rates: list[float] = []
+            self.logs: list[dict[str, float]] = []
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.rates.append(float(tf.convert_to_tensor(self.model.optimizer.learning_rate)))
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.logs.append(dict(logs))
+
+
 WORKERS = 2
 STEPS = 4
-LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 # ---- what the workers do
@@ -137,21 +156,6 @@ def job_saved() -> Any:
     return straight, kinds, weights(loaded)
 
 
-class Watch(keras.callbacks.Callback):  # type: ignore[misc]
-    """What the learning rate and the metrics were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rates: list[float] = []
-        self.logs: list[dict[str, float]] = []
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.rates.append(float(tf.convert_to_tensor(self.model.optimizer.learning_rate)))
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.logs.append(dict(logs))
-
-
 def job_callbacks() -> Any:
     named, found = bpk.callbacks, {}
     watch = Watch()
@@ -217,6 +221,41 @@ def job_refused() -> Any:
         except ConfigError as e:
             told.append(str(e))
     return told, bpk.push_pull(np.float32(bps.rank()), name="a number").tolist(), bpk.broadcast([1, bps.rank()], 1).tolist()
+
+
+NAMES = ["Compression", "init", "shutdown", "suspend", "resume", "get_pushpull_speed", "size", "local_size", "rank", "local_rank", "Average", "Sum",
+         "Adasum", "handle_average_backwards_compatibility"]
+
+
+def job_both_names() -> list[str]:
+    """Names that are not the same thing in bpsx.keras as in bpsx.tensorflow.keras."""
+    differ = [name for name in bpk.__all__ if getattr(bpsx.keras, name) is not getattr(bpk, name)]
+    same_callback = bpsx.keras.callbacks.MetricAverageCallback is bpk.callbacks.MetricAverageCallback
+    return differ if same_callback else [*differ, "MetricAverageCallback"]
+
+
+def job_upstreams_arguments() -> dict[str, tuple[str, list[str]]]:
+    """Upstream's functions and classes with their arguments, in their order (byteps/tensorflow, byteps/keras); and ours."""
+    upstream = {
+        bps.push_pull: "tensor scope average device_dense device_sparse compression op enable_async",
+        bps.broadcast: "tensor root_rank scope name is_variable", bps.broadcast_variables: "variables root_rank scope",
+        bps.broadcast_global_variables: "root_rank", bps.BroadcastGlobalVariablesHook: "root_rank device",
+        bps.DistributedOptimizer: "optimizer name use_locking device_dense device_sparse compression sparse_as_dense backward_passes_per_step op",
+        bps.DistributedGradientTape: "gradtape device_dense device_sparse compression sparse_as_dense op",
+        bpk.DistributedOptimizer: "optimizer name device_dense device_sparse compression sparse_as_dense",
+        bpk.push_pull: "value name average", bpk.broadcast: "value root_rank name", bpk.broadcast_global_variables: "root_rank",
+        bpk.load_model: "filepath custom_optimizers custom_objects compression",
+        bpk.callbacks.BroadcastGlobalVariablesCallback: "root_rank device", bpk.callbacks.MetricAverageCallback: "device",
+        bpk.callbacks.LearningRateScheduleCallback: "multiplier start_epoch end_epoch staircase momentum_correction steps_per_epoch initial_lr",
+        bpk.callbacks.LearningRateWarmupCallback: "warmup_epochs momentum_correction steps_per_epoch verbose initial_lr",
+    }
+    return {f"{f.__module__}.{f.__name__}": (wanted, list(inspect.signature(f).parameters)) for f, wanted in upstream.items()}
+
+
+def job_upstreams_other_names() -> tuple[list[str], list[str], bool, str]:
+    """Those of upstream's names that are missing, and what some of them are."""
+    missing = [name for name in NAMES if not hasattr(bps, name)]
+    return missing, list(bpk.__all__), bps.Compression.none is bpk.Compression.none, bps.ReduceOps.Sum
 
 
 JOBS = [name for name in dir() if name.startswith("job_")]
@@ -303,36 +342,17 @@ def test_refused(job):
         assert number == 0.5 and values == [1, 1]
 
 
-def test_keras_has_both_names():
-    assert {name: getattr(bpsx.keras, name) for name in bpk.__all__} == {name: getattr(bpk, name) for name in bpk.__all__}
-    assert bpsx.keras.callbacks.MetricAverageCallback is bpk.callbacks.MetricAverageCallback
+def test_keras_has_both_names(job):
+    assert each(job, "job_both_names") == [[]] * 2
 
 
-#: Upstream's functions and classes with their arguments, in their order (byteps/tensorflow, byteps/keras).
-UPSTREAM = {
-    bps.push_pull: "tensor scope average device_dense device_sparse compression op enable_async",
-    bps.broadcast: "tensor root_rank scope name is_variable", bps.broadcast_variables: "variables root_rank scope",
-    bps.broadcast_global_variables: "root_rank", bps.BroadcastGlobalVariablesHook: "root_rank device",
-    bps.DistributedOptimizer: "optimizer name use_locking device_dense device_sparse compression sparse_as_dense backward_passes_per_step op",
-    bps.DistributedGradientTape: "gradtape device_dense device_sparse compression sparse_as_dense op",
-    bpk.DistributedOptimizer: "optimizer name device_dense device_sparse compression sparse_as_dense",
-    bpk.push_pull: "value name average", bpk.broadcast: "value root_rank name", bpk.broadcast_global_variables: "root_rank",
-    bpk.load_model: "filepath custom_optimizers custom_objects compression",
-    bpk.callbacks.BroadcastGlobalVariablesCallback: "root_rank device", bpk.callbacks.MetricAverageCallback: "device",
-    bpk.callbacks.LearningRateScheduleCallback: "multiplier start_epoch end_epoch staircase momentum_correction steps_per_epoch initial_lr",
-    bpk.callbacks.LearningRateWarmupCallback: "warmup_epochs momentum_correction steps_per_epoch verbose initial_lr",
-}
-NAMES = ["Compression", "init", "shutdown", "suspend", "resume", "get_pushpull_speed", "size", "local_size", "rank", "local_rank", "Average", "Sum",
-         "Adasum", "handle_average_backwards_compatibility"]
+def test_upstreams_arguments_in_their_order(job):
+    for found in each(job, "job_upstreams_arguments"):
+        for function, (wanted, arguments) in found.items():
+            assert arguments[:len(wanted.split())] == wanted.split(), function
 
 
-@pytest.mark.parametrize("function", UPSTREAM, ids=lambda function: f"{function.__module__}.{function.__name__}")
-def test_upstreams_arguments_in_their_order(function):
-    wanted = UPSTREAM[function].split()
-    assert list(inspect.signature(function).parameters)[:len(wanted)] == wanted
-
-
-def test_upstreams_other_names():
-    assert [name for name in NAMES if not hasattr(bps, name)] == []
-    assert {"Compression", "init", "shutdown", "size", "local_size", "rank", "local_rank", "callbacks"} <= set(bpk.__all__)
-    assert bps.Compression.none is bpk.Compression.none and bps.ReduceOps.Sum == "Sum"
+def test_upstreams_other_names(job):
+    for missing, exported, compression, total in each(job, "job_upstreams_other_names"):
+        assert missing == [] and compression and total == "Sum"
+        assert {"Compression", "init", "shutdown", "size", "local_size", "rank", "local_rank", "callbacks"} <= set(exported)

@@ -8,23 +8,27 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
-import tensorflow as tf
-from tensorflow_job import Finished, each, run_job
+from tensorflow_job import WORKER, Finished, each, run_job
 from tensorflow_models import BATCH, data, mlp
 
-import bpsx.tensorflow as bps
-import bpsx.tensorflow.keras as bpk
 from bpsx.api import session
 from bpsx.errors import ConfigError
-from bpsx.tensorflow.distribute import MirroredStrategy
-from bpsx.tensorflow.xla import UnsupportedCompilation
+
+if WORKER:
+    import keras
+    import tensorflow as tf
+
+    import bpsx.tensorflow as bps
+    import bpsx.tensorflow.keras as bpk
+    from bpsx.tensorflow.distribute import MirroredStrategy
+    from bpsx.tensorflow.xla import UnsupportedCompilation
+
+    LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    v1 = tf.compat.v1
 
 WORKERS = 2
-LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-v1 = tf.compat.v1
 
 
 # ---- what the workers do

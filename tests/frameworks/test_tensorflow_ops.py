@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
-from tensorflow_job import Finished, each, run_job
+from tensorflow_job import WORKER, Finished, each, run_job
 
-import bpsx.tensorflow as bps
 from bpsx.api import session
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError
-from bpsx.tensorflow import library
+
+if WORKER:
+    import tensorflow as tf
+
+    import bpsx.tensorflow as bps
+    from bpsx.tensorflow import library
 
 WORKERS = 2
 SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (7,), (2, 3, 5), (3, 0, 2), (300_000,)]

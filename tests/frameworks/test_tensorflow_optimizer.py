@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import numpy as np
 import pytest
-import tensorflow as tf
-from tensorflow_job import QUIET, Finished, each, run_job
+from tensorflow_job import QUIET, WORKER, Finished, each, run_job
 from tensorflow_models import data, mlp
 
-import bpsx.tensorflow as bps
 from bpsx.errors import ConfigError
 from jobs import Job
 
+if WORKER:
+    import keras
+    import tensorflow as tf
+
+    import bpsx.tensorflow as bps
+
+    v1 = tf.compat.v1
+
 WORKERS = 2
-v1 = tf.compat.v1
 
 
 # ---- what the workers do

@@ -7,13 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
-from tensorflow_job import Finished, each, run_job
+from tensorflow_job import WORKER, Finished, each, run_job
 from tensorflow_models import data, joined, loss_of, mlp, whole
 
-import bpsx.tensorflow as bps
 from bpsx.api import session
 from bpsx.errors import ConfigError
+
+if WORKER:
+    import tensorflow as tf
+
+    import bpsx.tensorflow as bps
 
 WORKERS = 2
 #: Steps in which memory has to stay flat.

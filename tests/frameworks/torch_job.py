@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import apart
 from frameworks import running
 from frameworks.running import HERE, Finished, each, launch
 
@@ -35,4 +36,5 @@ def work(module_file: str, out: str, functions: list[str]) -> None:
         torch.manual_seed(100 + rank)       # whatever must be alike on the workers has to be made so by the test
         results[name] = getattr(module, name)()
     torch.save(results, running.place(out, rank))
+    apart.check("torch")
     bps.shutdown()

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from bpsx.config import reference
-from source.places import ROOT, SOURCE, files, module_of
+from source.places import ROOT, SOURCE, files
 
 PACKAGE = files("src")
 
@@ -56,34 +56,6 @@ def test_sizes(path):
     assert not long
 
 
-#: Built where there are headers for it, libibverbs'.
-WHERE_HEADERS_ARE = {"hca.pyx", "rdma.pyx"}
-
-
-def test_every_compiled_module_has_a_stub_that_names_all_it_offers():
-    import ast
-    import importlib.util
-
-    for path in (p for p in PACKAGE if p.suffix == ".pyx"):
-        stub = path.with_suffix(".pyi")
-        assert stub.exists(), f"{path.name} has no stub"
-        tree = ast.parse(stub.read_text())
-        if path.name in WHERE_HEADERS_ARE and importlib.util.find_spec(module_of(path)) is None:
-            continue        # was not built
-        module = importlib.import_module(module_of(path))
-        classes = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
-        named = set(classes) | {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
-        here = {n for n, v in vars(module).items() if not n.startswith("_") and getattr(v, "__module__", None) == module.__name__}
-        assert here == named, f"{path.name}: {here ^ named}"
-        for name, node in classes.items():
-            cls = getattr(module, name)
-            offered = {n for n in vars(cls) if not n.startswith("_")}
-            told = {n.name for n in node.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")}
-            told |= {n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
-            assert offered == told, f"{path.name}: {name}: {offered ^ told}"
-    assert (SOURCE / "py.typed").exists()
-
-
 @pytest.mark.parametrize("path", [p for p in PACKAGE if p.suffix == ".pyx"], ids=lambda p: p.name)
 def test_nogil_code_compiles_without_hints(path, tmp_path):
     done = subprocess.run([sys.executable, "-m", "cython", "-3", "-Wextra", "-I", str(ROOT / "src"), str(path), "-o", str(tmp_path / "out.c")],
@@ -122,14 +94,21 @@ def test_the_options_page_is_generated():
     assert (ROOT / "docs" / "options.md").read_text() == reference(), "run `make docs`"
 
 
-def test_development_requirements_hold_the_packages():
+def required(name: str) -> set[str]:
+    """The packages in a list of requirements."""
+    lines = {line.split("#")[0].strip() for line in (ROOT / name).read_text().splitlines()}
+    return lines - {""}
+
+
+def test_requirements_hold_the_packages_of_the_project():
+    """The demo's list has what the demo needs, and no more."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    wanted = {*project["build-system"]["requires"], *project["project"]["dependencies"],
-              *(r for extra in ("test", "demo") for r in project["project"]["optional-dependencies"][extra])} - {"meson-python>=0.16"}
-    given = {line.split("#")[0].strip() for line in (ROOT / "requirements-dev.txt").read_text().splitlines()}
-    assert wanted <= given, wanted - given
+    extras = project["project"]["optional-dependencies"]
+    demo = {*project["build-system"]["requires"], *project["project"]["dependencies"], *extras["demo"]}
+    assert required("requirements-demo.txt") == demo | {"ninja"}      # meson runs it
+    assert required("requirements-dev.txt") == {"-r requirements-demo.txt", *extras["test"]}
 
 
 def test_versions_agree():

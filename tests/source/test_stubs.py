@@ -1,0 +1,74 @@
+"""Each compiled module has a stub, and the stub names all that the module offers."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optional import why_missing
+from source.places import SOURCE, files, module_of
+
+COMPILED = [path for path in files("src") if path.suffix == ".pyx"]
+#: Built only where libibverbs' headers are.
+WHERE_HEADERS_ARE = {"hca.pyx", "rdma.pyx"}
+#: Prints, for each module that is named and was built, its functions and classes, and each class's attributes.
+_OFFERS = """
+import importlib, importlib.util, json, sys
+offers = {}
+for name in filter(importlib.util.find_spec, sys.argv[1:]):
+    here = importlib.import_module(name)
+    own = {n: v for n, v in vars(here).items()
+           if not n.startswith("_") and getattr(v, "__module__", None) == name}
+    offers[name] = {n: [a for a in vars(v) if not a.startswith("_")] if isinstance(v, type) else None
+                    for n, v in own.items()}
+print(json.dumps(offers))
+"""
+
+
+def framework_of(path: Path) -> str:
+    """The framework that a module imports; empty for the others."""
+    package = path.relative_to(SOURCE).parts[0]
+    return package if package in ("torch", "tensorflow", "mxnet") else ""
+
+
+@functools.cache
+def offers(framework: str) -> dict[str, dict[str, list[str] | None]]:
+    """What the modules of one framework offer, told by a process of its own."""
+    names = [module_of(path) for path in COMPILED if framework_of(path) == framework]
+    done = subprocess.run([sys.executable, "-c", _OFFERS, *names], capture_output=True, text=True,
+                          check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, list[str] | None]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("path", COMPILED, ids=lambda path: path.name)
+def test_every_compiled_module_has_a_stub_that_names_all_it_offers(path: Path) -> None:
+    stub, framework = path.with_suffix(".pyi"), framework_of(path)
+    assert stub.exists(), f"{path.name} has no stub"
+    if framework and (reason := why_missing(framework)):
+        pytest.skip(reason)
+    module = offers(framework).get(module_of(path))
+    if module is None and path.name in WHERE_HEADERS_ARE:
+        pytest.skip("built without libibverbs")
+    assert module is not None, f"{path.name} was not built"
+    tree = ast.parse(stub.read_text())
+    classes = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
+    named = set(classes) | {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
+    assert set(module) == named, f"{path.name}: {set(module) ^ named}"
+    for name, node in classes.items():
+        functions = {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
+        fields = {n.target.id for n in node.body
+                  if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+        told = {n for n in functions if not n.startswith("_")} | fields
+        assert set(module[name] or ()) == told, f"{path.name}: {name}: {set(module[name] or ()) ^ told}"
+
+
+def test_the_package_says_that_it_has_types() -> None:
+    assert (SOURCE / "py.typed").exists()
