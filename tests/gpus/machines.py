@@ -19,7 +19,7 @@ def gpu_job(source: str, pretend: Path, machines: int = 1, processes: int = 1, s
             worker_env: Mapping[int, Mapping[str, object]] | None = None) -> Job:
     """A job of ``machines`` x ``processes`` workers, each with a GPU of its own, which run ``source`` after the names of gpus.worker."""
     paths = environment(pretend)
-    everybody = {name: paths[name] for name in ("LD_LIBRARY_PATH", "PYTHONPATH")} | {"BPSX_SPIN_US": "0"}
+    everybody = {name: paths[name] for name in ("LD_LIBRARY_PATH", "PYTHONPATH", "PRETEND_NCCL")} | {"BPSX_SPIN_US": "0"}
     if servers and machines == 1:
         everybody["BYTEPS_FORCE_DISTRIBUTED"] = "1"
     everybody |= {name: str(value) for name, value in (env or {}).items()}

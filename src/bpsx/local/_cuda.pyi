@@ -3,6 +3,9 @@
 from types import TracebackType
 from typing import Any
 
+#: The name or path by which :meth:`Gpu.open_nccl` looks for NCCL among the loaded libraries.
+NCCL: str
+
 class Moment:
     """See :meth:`Gpu.moment`. Its event is its own as long as anybody has it."""
 

@@ -35,6 +35,11 @@ cdef extern from "<unistd.h>" nogil:
 
 # ---- opening the libraries
 
+# NCCL as the dynamic loader knows it: a name, or the path of a file. Several libraries of one name
+# can be loaded; the loader gives the first of them for the name, and the one that is meant for a path.
+NCCL = "libnccl.so.2"
+
+
 cdef void *open_library(const char *name, int more) except NULL:
     cdef void *library = dlopen(name, RTLD_NOW | more)
     cdef char *why
@@ -296,7 +301,7 @@ cdef class Gpu:
         cdef int version = 0
         if self.state.nccl.version == NULL:
             try:
-                resolve(open_library(b"libnccl.so.2", RTLD_NOLOAD), <void **>&self.state.nccl, _NCCL)
+                resolve(open_library(NCCL.encode(), RTLD_NOLOAD), <void **>&self.state.nccl, _NCCL)
             except ConfigError as e:
                 raise ConfigError(f"NCCL, which adds GPUs of one machine, cannot be used: {e}") from e
         self._check_nccl("ncclGetVersion", self.state.nccl.version(&version))

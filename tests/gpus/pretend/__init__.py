@@ -8,8 +8,12 @@ runs the tests shall not load them: what asks for CUDA there later would get the
 - ``site``: as much of cupy as brings NCCL along.
 - ``driver.py``: what a test does with them from inside such a process. ``memory.py``: arrays on the pretend GPU.
 
-They read the environment: PRETEND_GPUS (1), how many GPUs a process sees; PRETEND_FIRST_GPU (0), where the first is on the PCI bus, so that
-processes can have different ones; PRETEND_DELAY_US (0), how long each operation on a stream takes.
+A process may have a real libnccl.so.2 besides, which PyTorch's ordinary wheel loads. Then cupy of
+``site`` tells bpsx which one is meant, and refuses any but the pretend one.
+
+They read the environment: PRETEND_NCCL, the path of the pretend NCCL; PRETEND_GPUS (1), how many GPUs
+a process sees; PRETEND_FIRST_GPU (0), where the first is on the PCI bus, so that processes can have
+different ones; PRETEND_DELAY_US (0), how long each operation on a stream takes.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ import subprocess
 from pathlib import Path
 
 HERE = Path(__file__).parent
-_FLAGS = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-fwrapv", "-O1", "-g", "-shared", "-fPIC", "-pthread"]
+_FLAGS = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-fwrapv", "-O1", "-g", "-shared", "-fPIC", "-pthread",
+          "-Wl,-Bsymbolic"]     # a real NCCL in the process, PyTorch's, has functions of the same names
 _LIBRARIES = {"libcuda.so.1": ["cuda.c", "streams.c"], "libnccl.so.2": ["nccl.c"]}
 
 
@@ -43,4 +48,5 @@ def environment(folder: Path, **more: object) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith("PRETEND_")}
     for name, first in (("LD_LIBRARY_PATH", [folder]), ("PYTHONPATH", [HERE / "site", HERE.parents[1]])):
         env[name] = os.pathsep.join([*map(str, first), *filter(None, [env.get(name)])])
+    env["PRETEND_NCCL"] = str(folder / "libnccl.so.2")
     return env | {name: str(value) for name, value in more.items()}
