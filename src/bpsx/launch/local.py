@@ -227,7 +227,7 @@ class Job:
             if far:
                 far.begin()
         except OSError as error:
-            return self._give_up(*cannot_run(command, error))
+            return self._give_up(*cannot_run(command, error, process.environment))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         assert started.stdout and started.stderr

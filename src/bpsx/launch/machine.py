@@ -173,7 +173,7 @@ def run_command(command: Sequence[str], environment: dict[str, str], cpus: froze
     try:
         child = subprocess.Popen(command, env=environment, preexec_fn=child_setup(mask, cpus))
     except OSError as error:
-        text, status = cannot_run(command, error)
+        text, status = cannot_run(command, error, environment)
         print(f"bpsx-run: error: {text}", file=sys.stderr)
         return status
     while child.poll() is None:

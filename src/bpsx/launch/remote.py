@@ -45,7 +45,8 @@ class Runner:
             try:
                 self._start(file, mask)
             except OSError as error:
-                text, status = cannot_run(self._request["command"], error)
+                environment = child_environment(**self._request["environment"])
+                text, status = cannot_run(self._request["command"], error, environment)
                 return self._over(text, status)
             assert self._child
             try:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -228,8 +229,16 @@ def _advice(name: str) -> str:
     return f"; it is a file in {os.path.dirname(os.path.abspath(name))} that is not executable: name what runs it, as in bpsx-run … {run}"
 
 
-def cannot_run(command: Sequence[str], error: OSError) -> tuple[str, int]:
-    """A message and the exit status that shells use for it."""
-    if advice := _advice(command[0]):
-        return f"cannot run {command[0]!r}: Permission denied{advice}", 126
+def cannot_run(command: Sequence[str], error: OSError,
+               environment: Mapping[str, str] | None = None) -> tuple[str, int]:
+    """A message and the exit status that shells use for it. ``environment``: the command's, if it
+    is not this process's."""
+    name = command[0]
+    if advice := _advice(name):
+        return f"cannot run {name!r}: Permission denied{advice}", 126
+    if isinstance(error, PermissionError) and "/" not in name:
+        # exec also reports a folder of PATH that it may not search. A shell then says "not found".
+        folders = os.get_exec_path(environment)
+        if not any(os.path.exists(os.path.join(folder, name)) for folder in folders):
+            error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     return f"cannot run {command[0]!r}: {error.strerror or error}", 127 if isinstance(error, FileNotFoundError) else 126
