@@ -11,6 +11,7 @@ from bpsx.core.sync cimport Monitor, lock, monitor_init, notify_all, now_ns, unl
 
 import _thread
 import os
+import sys
 
 from bpsx import _adapter
 from bpsx.errors import BpsxError
@@ -246,8 +247,33 @@ def raise_after_fork(kind) -> None:
 def _raise_interrupted() -> None:
     """Nothing of Python's runs in here, where the exception would come at once, and be printed and forgotten."""
     kind = interrupted.pop(_thread.get_ident(), None)
-    if kind is not None:
+    if kind is None:
+        return
+    if sys.version_info < (3, 13):
         PyThreadState_SetAsyncExc(_thread.get_ident(), kind)
+    else:
+        _raise_in(sys._getframe(), kind)
+
+
+def _raise_in(frame, kind) -> None:
+    """Have ``frame``, which has called fork(), raise at its next instruction.
+
+    Since 3.13 Python warns of forks with threads after this hook. It throws away what is raised while
+    it warns, so an exception that comes with whatever runs next would be lost.
+    """
+    before = sys.gettrace()
+
+    def event(*_):
+        frame.f_trace, frame.f_trace_opcodes = None, False
+        sys.settrace(before)
+        raise kind
+
+    frame.f_trace, frame.f_trace_opcodes = event, True      # line events could come after a `try`
+    sys.settrace(_trace_nothing)
+
+
+def _trace_nothing(*_) -> None:
+    """A trace function that wants no events of new frames."""
 
 
 os.register_at_fork(after_in_child=_forked, after_in_parent=_raise_interrupted)
