@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,13 @@ NEEDS = {"test_torch": "torch", "test_tensorflow": "tensorflow", "test_mxnet": "
 
 # Compiled kernels stay in the checkout: a run leaves nothing elsewhere.
 os.environ.setdefault("BPSX_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "test-cache"))
+
+
+# What our caller ignores (SIGINT for a script's background jobs, SIGHUP under nohup) we ignore by a
+# handler: unlike SIG_IGN it is not inherited, so the processes of the tests begin with the defaults.
+for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda *_: None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

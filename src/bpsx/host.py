@@ -91,7 +91,7 @@ SCRIPT_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 def heed_signals(role: str, end: Callable[[signal.Signals], None], serving: Callable[[], bool], grace: float) -> None:
     """Decide what signals do to a scheduler or a server, which workers may still need. For the main thread.
 
-    SIGINT calls ``end``. So does SIGTERM, at once unless ``serving()``, else after ``grace`` seconds or
+    SIGINT calls ``end``, unless our caller ignores it. So does SIGTERM, at once unless ``serving()``, else after ``grace`` seconds or
     with the second one: a batch system sends it to every process of a job, and workers save then.
     SIGHUP, SIGUSR1 and SIGUSR2 are for scripts and do nothing here. ``end`` runs in a signal handler.
     """
@@ -109,7 +109,9 @@ def heed_signals(role: str, end: Callable[[signal.Signals], None], serving: Call
             end(signal.SIGTERM if number == signal.SIGALRM else signal.Signals(number))
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
-        signal.signal(number, at)
+        # Scripts ignore SIGINT for their background jobs.
+        if number != signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, at)
     for number in SCRIPT_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SCRIPT_SIGNALS)     # who started us may have blocked them until now

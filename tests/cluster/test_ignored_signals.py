@@ -1,0 +1,69 @@
+"""Signals that our caller ignores: a script's background jobs ignore SIGINT, nohup's ignore SIGHUP."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs import Job
+
+IGNORABLE = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+TOLD = f"import signal; print([signal.getsignal(s) is signal.SIG_IGN for s in {[*map(int, IGNORABLE)]}])"
+#: Starts the module that it is given as a script's background job.
+IGNORES = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN);" \
+          "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+
+
+def ignore() -> None:
+    for number in IGNORABLE:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def test_processes_of_the_tests_ignore_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", TOLD], capture_output=True, text=True, check=True)
+    assert done.stdout == "[False, False, False]\n"
+
+
+def test_neither_do_they_where_pytest_is_to_ignore_signals() -> None:
+    """The test above in a pytest that ignores them."""
+    test = f"{__file__}::test_processes_of_the_tests_ignore_nothing"
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test],
+                          cwd=Path(__file__).parents[2], preexec_fn=ignore, capture_output=True,
+                          text=True, check=False)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
+
+
+class Background(Job):
+    """Scheduler and servers ignore SIGINT."""
+
+    def command(self, name: str, words: list[str]) -> list[str]:
+        if name.startswith("worker"):
+            return words
+        return [words[0], "-c", IGNORES, *words[1:]]
+
+
+@pytest.mark.parametrize("role", ["scheduler", "server"])
+def test_helpers_go_on_when_they_are_to_ignore_ctrl_c(role: str) -> None:
+    source = """
+        import numpy as np
+        import bpsx
+        bpsx.init()
+        report("ready")
+        hear()
+        x = np.ones(4, np.float32)
+        report(bpsx.push_pull(x, "x", average=False).tolist())
+        bpsx.shutdown()
+    """
+    with Background(source) as job:
+        for worker in job.workers:
+            worker.wait_for_line("ready")
+        assert job.scheduler is not None
+        struck = job.scheduler if role == "scheduler" else job.servers[0]
+        struck.signal(signal.SIGINT)
+        for worker in job.workers:
+            worker.say("go on")
+        assert job.results() == [["ready", [2.0] * 4]] * 2
