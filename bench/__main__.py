@@ -22,6 +22,7 @@ BENCHES = {
     "tensorflow": "100 gradients against the NumPy API; a training step against MultiWorkerMirroredStrategy",
     "gpu": "tensors on GPUs against PyTorch's NCCL: rates, latency, steps of large networks, on slow links too; against CPU tensors",
     "shaped": "100 MB between 4 machines and 0 to 4 spare ones on slow links; against gloo's ring and against the optimum",
+    "install": "seconds of each step of make demo in a fresh copy; size of its environment",
     "demo": "step time of examples/pytorch/digits.py; against DistributedDataParallel with gloo",
 }
 
