@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import os
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -45,18 +47,30 @@ def test_an_interpreter_that_is_not_there_is_a_reason_to_skip(
 
 
 def test_a_test_that_fails_fails_the_combination(
-        script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
-    """With a `make` that does nothing and a pytest that fails."""
-    commands = []
-
-    def ran(command: list[str], **_: object) -> object:
-        commands.append(command)
-        return type("Done", (), {"returncode": int("pytest" in command), "stdout": ""})
-
-    monkeypatch.setattr(script.subprocess, "run", ran)
+        script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a `make` that tells what it is asked for, and a pytest that fails."""
+    (bin_ := tmp_path / "tree" / ".venv" / "bin").mkdir(parents=True)
+    for program, text in ((tmp_path / "make", f'echo "$2" >> {tmp_path}/asked'),
+                          (bin_ / "python", "exit 1")):
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(script, "copy", lambda *_: None)
     assert script.run(script.Combination("own"), tmp_path) == 1
-    assert [c[-1] for c in commands if c[0] == "make"] == [".venv/environment", "demo", ".venv/tests"]
+    assert (tmp_path / "asked").read_text().split() == [".venv/environment", "demo", ".venv/tests"]
+
+
+def test_a_step_that_takes_too_long_ends_with_all_it_started(
+        script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """conftest looks for processes that are left."""
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "make").write_text("#!/bin/sh\nsleep 100 & sleep 100\n")
+    (tmp_path / "make").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(script, "copy", lambda *_: None)
+    monkeypatch.setattr(script, "INSTALL", 0.5)
+    with pytest.raises(script.Skipped, match="packages cannot be installed"):
+        script.run(script.Combination("own"), tmp_path)
 
 
 def test_the_few_tests_are_there(script: ModuleType) -> None:
