@@ -21,7 +21,7 @@ LAYERS = [
     ("bpsx.launch", 0), ("bpsx.server", 2), ("bpsx.rendezvous.__main__", 2), ("bpsx.rendezvous", 2.6),
     ("bpsx.errors", 11), ("bpsx.secret", 10.5), ("bpsx.config", 10), ("bpsx.dtypes", 10), ("bpsx.logs", 9),
     ("bpsx.arguments", 10), ("bpsx.clock", 9), ("bpsx.forking", 9), ("bpsx.host", 8), ("bpsx.process_exit", 9), ("bpsx.host_arrays", 2.2),
-    ("bpsx.spawned", 9), ("bpsx", 0.5),
+    ("bpsx.spawned", 9), ("bpsx.__main__", -1), ("bpsx", 0.5),
 ]
 # Crossings that are meant, with their reason.
 ALLOWED = {

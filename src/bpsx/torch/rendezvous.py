@@ -61,6 +61,8 @@ def _reached() -> Iterator[None]:
     """Around what asks torchrun's store. Raises :class:`RendezvousError`."""
     try:
         yield
+    except BpsxError:       # a RuntimeError, too
+        raise
     except RuntimeError as e:
         raise RendezvousError(f"cannot reach torchrun's store (MASTER_ADDR, MASTER_PORT): {e}") from e
 
