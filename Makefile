@@ -37,7 +37,7 @@ $(VENV)/tests: $(VENV)/environment requirements-dev.txt tests/optional.py
 
 $(VENV)/installed: $(VENV)/environment $(SOURCES)
 	$(PIP) --no-build-isolation --no-deps --force-reinstall \
-		-Cbuild-dir=$(VENV)/build .
+		--config-settings=build-dir=$(VENV)/build .
 	@touch $@
 
 # meson-python looks for the tools on the path, so they have to be there.
