@@ -9,7 +9,7 @@ from bpsx.config.config import (
     is_set,
     torchrun_variables,
 )
-from bpsx.config.folders import cache_dir, runtime_dir
+from bpsx.config.folders import cache_dir, kernel_cache, runtime_dir
 from bpsx.config.options import (
     MOST_WORKERS,
     NO_ENCRYPTION,
@@ -22,6 +22,6 @@ from bpsx.config.reference import reference
 
 __all__ = [
     "MOST_WORKERS", "NO_ENCRYPTION", "OPTIONS", "TORCHRUN_OPTIONS", "TRANSPORT_NAMES", "Config",
-    "Option", "cache_dir", "child_environment", "environment", "faults", "frame_bound", "is_set",
+    "Option", "cache_dir", "child_environment", "environment", "faults", "frame_bound", "is_set", "kernel_cache",
     "reference", "runtime_dir", "torchrun_variables",
 ]

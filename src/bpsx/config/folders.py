@@ -67,6 +67,20 @@ def _above(source: Mapping[str, str]) -> str:
     return session if os.path.isabs(session) and os.access(session, os.W_OK | os.X_OK) else _temporary("BYTEPS_SOCKET_PATH")
 
 
+def kernel_cache() -> tuple[Path | None, str]:
+    """The folder of :func:`cache_dir`, or None and why there is none that can be used: compiled kernels need not be kept.
+
+    Raises :class:`~bpsx.errors.ConfigError` if ``BPSX_CACHE_DIR`` names what is no folder.
+    """
+    try:
+        return cache_dir(), ""
+    except ConfigError as e:
+        named = _named("BPSX_CACHE_DIR", environment())
+        if named and not Path(named).is_dir():
+            raise
+        return None, str(e)
+
+
 def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:
     """The folder for sockets of running jobs: ``bpsx-<user id>``, mode 0700, this user's; made if need be.
 

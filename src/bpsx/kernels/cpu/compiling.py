@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 from numba import types
 
 from bpsx.kernels.codecs import Codec, Compiled
-from bpsx.kernels.cpu.sum import caching
+from bpsx.kernels.cpu.compiled import compiled
 
 _WIDE = {"float32": types.float32, "float64": types.float64}
 
@@ -23,7 +22,5 @@ def _signatures(element: types.Type) -> tuple[Any, Any]:
 def load(codec: Codec, wide: str, residual: bool, momentum: bool) -> Compiled:
     """See :func:`bpsx.kernels.codecs.load_codec`, which lets one thread at a time in."""
     encode, decode = _signatures(_WIDE[wide])
-    with caching():
-        made = [numba.cfunc(signature, cache=True, error_model="numpy")(function)
-                for signature, function in ((encode, codec.encoder(residual, momentum)), (decode, codec.decoder()))]
+    made = [compiled(signature, function) for signature, function in ((encode, codec.encoder(residual, momentum)), (decode, codec.decoder()))]
     return Compiled(made[0].address, made[1].address, tuple(made))

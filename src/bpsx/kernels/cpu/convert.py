@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 from numba import types
 
+from bpsx.kernels.cpu.compiled import compiled
 from bpsx.kernels.cpu.halves import narrow, widen
-from bpsx.kernels.cpu.sum import ELEMENTS, caching
+from bpsx.kernels.cpu.sum import ELEMENTS
 
 
 def _widen_all(out: Any, elements: Any, n: int) -> None:
@@ -26,7 +26,5 @@ def load(dtype: str) -> tuple[int, int, tuple[object, ...]]:
     if dtype not in ("float16", "bfloat16"):
         return 0, 0, ()
     half, wide = types.CPointer(ELEMENTS[dtype]), types.CPointer(types.float32)
-    with caching():
-        made = [numba.cfunc(types.void(out, elements, types.int64), cache=True, error_model="numpy")(body)
-                for body, out, elements in ((_widen_all, wide, half), (_narrow_all, half, wide))]
+    made = [compiled(types.void(out, elements, types.int64), body) for body, out, elements in ((_widen_all, wide, half), (_narrow_all, half, wide))]
     return made[0].address, made[1].address, tuple(made)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from numba import types
 
+from bpsx.kernels.cpu.compiled import compiled
 from bpsx.kernels.cpu.halves import narrow, wide_type, widen
-from bpsx.kernels.cpu.sum import ELEMENTS, caching
+from bpsx.kernels.cpu.sum import ELEMENTS
 
 
 def _nesterov(out: Any, g: Any, m: Any, n: int, mu: float) -> None:
@@ -30,7 +30,5 @@ def load(dtype: str) -> tuple[int, object]:
     """The address of f(out, g, m, n, mu): m = mu m + g, out = g + mu m; m is of the wide type, out and g of ``dtype``. And what keeps it alive."""
     element = ELEMENTS[dtype]
     elements = types.CPointer(element)
-    with caching():
-        made = numba.cfunc(types.void(elements, elements, types.CPointer(wide_type(element)), types.int64, types.float64), cache=True,
-                           error_model="numpy")(_nesterov)
+    made = compiled(types.void(elements, elements, types.CPointer(wide_type(element)), types.int64, types.float64), _nesterov)
     return made.address, made

@@ -5,21 +5,15 @@ Compiled code is cached in a folder of the user's (``BPSX_CACHE_DIR``), so only 
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import hashlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 from numba import types
-from numba.core import config as numba_config
 
-from bpsx.config import cache_dir
 from bpsx.dtypes import BY_CODE
 from bpsx.kernels import Kernels
+from bpsx.kernels.cpu.compiled import compiled
 from bpsx.kernels.cpu.halves import BLOCK, add_block_float16, add_two_bfloat16, as_uint16, narrow, over, plus, wide_type, widen
 
 # 16-bit floats travel as integers, see halves.py.
@@ -93,28 +87,8 @@ def _divide(a: Any, n: int, divisor: int) -> None:
         a[i] = narrow(over(widen(a[i]), divisor), a[i])
 
 
-@functools.cache
-def _cache_folder(parent: Path) -> str:
-    """Numba looks at the file of what it has compiled, not at those whose functions have been compiled into that: so all of them name the folder."""
-    digest = hashlib.blake2b(digest_size=8)
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
-    return str(parent / f"kernels-{digest.hexdigest()}")
-
-
-@contextlib.contextmanager
-def caching() -> Iterator[None]:
-    """Let Numba cache in the user's folder; restored afterwards, since the setting is Numba's and the process's. One thread at a time."""
-    before = numba_config.CACHE_DIR
-    numba_config.CACHE_DIR = _cache_folder(Path(cache_dir()))
-    try:
-        yield
-    finally:
-        numba_config.CACHE_DIR = before
-
-
 def _compile(body: Callable[..., None], *arguments: types.Type) -> Any:
-    return numba.cfunc(types.void(*arguments), cache=True, error_model="numpy")(body)
+    return compiled(types.void(*arguments), body)
 
 
 def load(code: int) -> Kernels:
@@ -124,18 +98,17 @@ def load(code: int) -> Kernels:
     data = types.CPointer(element)
     acc = types.CPointer(wide_type(element))
     count = types.int64
-    with caching():
-        if dtype.name == "bfloat16":
-            words = types.CPointer(types.uint32)
-            pair = _compile(_pair_bfloat16, words, words, count, count)
-        elif dtype.name == "float16":
-            pair = _compile(_pair_float16, data, data, count, count)
-        else:
-            pair = _compile(_pair, data, data, count, count)
-        add = _compile(_add, acc, data, count)
-        divide = _compile(_divide, data, count, count)
-        owners = [pair, add, divide]
-        if dtype.wide_itemsize != dtype.itemsize:
-            owners += [_compile(_start, acc, data, data, count), _compile(_finish, data, acc, data, count, count)]
+    if dtype.name == "bfloat16":
+        words = types.CPointer(types.uint32)
+        pair = _compile(_pair_bfloat16, words, words, count, count)
+    elif dtype.name == "float16":
+        pair = _compile(_pair_float16, data, data, count, count)
+    else:
+        pair = _compile(_pair, data, data, count, count)
+    add = _compile(_add, acc, data, count)
+    divide = _compile(_divide, data, count, count)
+    owners = [pair, add, divide]
+    if dtype.wide_itemsize != dtype.itemsize:
+        owners += [_compile(_start, acc, data, data, count), _compile(_finish, data, acc, data, count, count)]
     start, finish = (owners[3].address, owners[4].address) if len(owners) > 3 else (0, 0)
     return Kernels(dtype.itemsize, dtype.wide_itemsize, pair.address, add.address, start, finish, divide.address, tuple(owners))
