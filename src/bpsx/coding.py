@@ -11,13 +11,15 @@ from bpsx.devices import OnGpu
 from bpsx.dtypes import BY_NAME
 from bpsx.kernels.codecs import N_STATE, SLACK, device_codec
 from bpsx.kernels.cuda.convert import conversion
-from bpsx.kernels.cuda.device import grid
+from bpsx.kernels.cuda.device import grid, only_building, refuse
 from bpsx.kernels.cuda.feedback import TILE
 from bpsx.kernels.cuda.momentum import N_STATE as N_TICKETS
 from bpsx.kernels.cuda.momentum import nesterov
 from bpsx.local._cuda import Gpu
 
 _ALIGNED = 256
+#: What is encoded may be no more than a norm of zero (float64), which a kernel of its own decodes.
+_SHORTEST = 8
 _STATE_BYTES = 8 * N_STATE
 #: Bytes written (int64), status (int32): core/gpu.pxd has the same.
 _WORDS_BYTES = 16
@@ -45,6 +47,17 @@ class Coder:
         self._residual, self._momentum, self._state, self.words, self.wire = (base + at for at in places[:-1])
         self._lengths = lengths
         self.size = self._codec.size(self._wide, n, made.options)
+
+    def build(self, stream: int) -> None:
+        """Compile and load all kernels that :meth:`encode` and :meth:`decode` need; queue none.
+
+        Raises whatever keeps a kernel from being compiled or loaded.
+        """
+        made = self._made
+        with only_building():
+            self.encode(self.wire, 1, 1.0, stream)
+            for size in (0, min(_SHORTEST, made.capacity), made.capacity if self.size is None else self.size):
+                self.decode(self.wire, size, stream)
 
     def encode(self, data: int, counter: int, factor: float, stream: int) -> None:
         """Encode the elements at an address into :attr:`wire`."""
@@ -80,12 +93,15 @@ class Coder:
 
 
 class MomentumOnGpu:
-    """:class:`bpsx.compression.Momentum` of a tensor on a GPU. Its kernel goes to a stream of its own, between the user's and the copies."""
+    """:class:`bpsx.compression.Momentum` of a tensor on a GPU. Raises whatever keeps its kernel from being compiled or loaded. The kernel
+    goes to a stream of its own, between the user's and the copies."""
 
     def __init__(self, gpu: Gpu, dtype: str, n: int) -> None:
         self._gpu, self._n, self._dtype = gpu, n, "float64" if dtype == "float64" else "float32"
         self._nbytes, itemsize = n * np.dtype(self._dtype).itemsize, BY_NAME[dtype].itemsize
         self._kernel = nesterov(dtype)
+        with gpu, only_building():
+            self._kernel.launch(1, gpu.aside, *[0] * 4, 0, 0.0)
         self._kept, self._out, self._state = gpu.memory(self._nbytes), gpu.memory(n * itemsize), gpu.memory(4 * N_TICKETS)
 
     def taken(self) -> np.ndarray:
@@ -108,6 +124,17 @@ class MomentumOnGpu:
             with gpu:
                 self._kernel.launch(grid(-(-self._n // TILE)), aside, address, self._kept, self._out, self._state, self._n, mu)
         return self._out, on._replace(moment=gpu.moment(aside, "momentum"))
+
+
+def check_launch(gpu: Gpu) -> None:
+    """Launch a kernel and see what it has written. Raises whatever keeps the GPU from running kernels."""
+    place, answer = gpu.memory(4), np.zeros(1, np.int32)
+    with gpu:
+        refuse(place, gpu.aside)
+    gpu.settle(gpu.aside)
+    gpu.move(answer.ctypes.data, place, answer.nbytes)
+    if answer[0] != -1:
+        raise RuntimeError(f"a kernel wrote {answer[0]} where -1 was expected")
 
 
 def _aside(made: Made) -> int:

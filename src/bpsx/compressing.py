@@ -17,6 +17,7 @@ from bpsx.compression import FLOATS, NONE, Compression, Made, Momentum, check_fi
 from bpsx.config import Config
 from bpsx.dtypes import BY_CODE, BY_NAME
 from bpsx.errors import BpsxError, ConfigError
+from bpsx.gpu_kernels import GpuKernels
 from bpsx.kernels.codecs import codec
 from bpsx.kernels.outside import import_compressors
 from bpsx.neighbourhood import Neighbourhood
@@ -25,8 +26,8 @@ from bpsx.pipeline import Place, stages_for
 from bpsx.saving import Saved, check_saved, clear, put, take, until_idle
 
 if TYPE_CHECKING:
-    from bpsx.coding import MomentumOnGpu
     from bpsx.devices import OnGpu
+    from bpsx.gpu_kernels import AnyMomentum
     from bpsx.local._cuda import Gpu
 
 log = logging.getLogger("bpsx.compression")
@@ -53,11 +54,11 @@ class Compressing:
         self._current = current
         self._config, self._near = config, near
         self._of: dict[str, Compression] = dict(remembered.compressions) if remembered else {}
-        self._momenta: dict[tuple[str, int, int, bool], Momentum | MomentumOnGpu] = {}   # by name, dtype, bytes, and whether it is on the GPU
+        self._momenta: dict[tuple[str, int, int, bool], AnyMomentum] = {}   # by name, dtype, bytes, and whether it is on the GPU
         self._meanings: dict[Tensor, Saved] = {}        # what says of saved state whether it is that tensor's
         self._kept: dict[str, tuple[Saved, bool]] = {n: (s, True) for n, s in remembered.kept.items()} if remembered else {}
         self._begun: set[str] = set()                   # names that an optimizer has in charge
-        self._rooms: tuple[int, tuple[int, int]] = (0, (0, 0))  # bytes, and addresses on the GPU, in which is encoded and decoded
+        self._gpu_kernels = GpuKernels()
         self._told: list[Handle] = []                   # what servers have been told to keep, and have not answered
         self.core: Core                                 # set by the session, which makes it later
 
@@ -103,7 +104,7 @@ class Compressing:
         """What to push for ``source``, as :meth:`Core.prepare` takes it, what keeps it alive, and where it is.
 
         Something else only if nobody later adds momentum to it, which must have some: to what is not compressed, and to the shares of a machine whose
-        sum is compressed. Raises :class:`~bpsx.errors.ConfigError` for a tensor on a GPU if the package for its kernels is missing.
+        sum is compressed.
         """
         given = self._of.get(name)
         kind = BY_CODE[dtype]
@@ -112,7 +113,7 @@ class Compressing:
             return source, owner, on
         key = name, dtype, nbytes, on is not None
         if key not in self._momenta:
-            self._momenta[key] = self._new_momentum(kind.name, nbytes, on)
+            self._momenta[key] = self._gpu_kernels.momentum(name, kind.name, nbytes, on)
             self._put_momentum(name, self._momenta[key], {"dtype": kind.name, "nbytes": nbytes})
         momentum = self._momenta[key]
         if not isinstance(momentum, Momentum):
@@ -121,15 +122,6 @@ class Compressing:
             return (address, nbytes), owner, on
         made = momentum.add(source[0] if isinstance(source, tuple) else np.asarray(source).ctypes.data, given.mu)
         return (made.ctypes.data, nbytes), (made, source, owner), None
-
-    def _new_momentum(self, dtype: str, nbytes: int, on: OnGpu | None) -> Momentum | MomentumOnGpu:
-        if on is None:
-            return Momentum(dtype, nbytes // BY_NAME[dtype].itemsize)
-        try:
-            from bpsx.coding import MomentumOnGpu
-        except ImportError as e:
-            raise ConfigError(f"momentum of tensors on GPUs needs the package numba-cuda ({e}): pip install numba-cuda[cu13]") from e
-        return MomentumOnGpu(on.gpu, dtype, nbytes // BY_NAME[dtype].itemsize)
 
     def check(self, name: str, dtype: int, nbytes: int, used: Compression) -> None:
         """Raise :class:`~bpsx.errors.ConfigError` if such a tensor cannot be compressed like that; else see to it that the code is there.
@@ -163,18 +155,10 @@ class Compressing:
 
     def _code_on(self, gpu: Gpu, tensor: Tensor, given: Compression, dtype: int, made: list[Made]) -> None:
         """Have a tensor compressed on the GPU; on the host, if its kernels cannot be had."""
-        try:
-            from bpsx.coding import Coder, room
-
-            wanted = room(given, made)
-            if self._rooms[0] < wanted:         # what there was may be in use: it stays until the end
-                self._rooms = wanted, (gpu.memory(wanted), gpu.memory(wanted))
-            coders = [Coder(gpu, given, BY_CODE[dtype].name, one, self._rooms[1]) for one in made]
-        except (ImportError, ConfigError) as e:
-            log.warning("%r is on the GPU and is compressed on the CPU: %s; kernels for GPUs need the package numba-cuda", tensor.name, e)
-            return
-        self.core.open_coders()
-        tensor.code_on(gpu, coders)
+        coders = self._gpu_kernels.coders(gpu, tensor.name, given, BY_CODE[dtype].name, made)
+        if coders is not None:
+            self.core.open_coders()
+            tensor.code_on(gpu, coders)
 
     # ---- for checkpoints
 
@@ -284,7 +268,7 @@ class Compressing:
         if handle is not None:
             self._told.append(handle)
 
-    def _put_momentum(self, name: str, momentum: Momentum | MomentumOnGpu, meaning: Saved) -> None:
+    def _put_momentum(self, name: str, momentum: AnyMomentum, meaning: Saved) -> None:
         """Put back the momentum of what no encoder adds it to."""
         saved, own = self._kept.get(name, ({}, True))
         kept = saved.get("momentum")

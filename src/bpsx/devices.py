@@ -101,10 +101,14 @@ class Devices:
         try:
             from bpsx.kernels.cuda.device import THREADS
             from bpsx.kernels.cuda.divide import divider
-        except ImportError as e:
-            raise ConfigError(f"averages of integers on GPUs of one machine need numba-cuda: pip install numba-cuda[cu13] ({e})") from e
+
+            with on.gpu:
+                kernel = divider(BY_CODE[dtype].name).handle()
+        except Exception as e:
+            raise ConfigError(f"{name!r}: averages of integers on GPUs of one machine need a kernel, which cannot be built: {type(e).__name__}: {e}. "
+                              "Install numba-cuda (pip install 'bpsx[cuda]'; versions that work together: docs/versions.md), or push floats") from e
         with on.gpu:
-            on.gpu.take_divider(dtype, divider(BY_CODE[dtype].name).handle(), THREADS)
+            on.gpu.take_divider(dtype, kernel, THREADS)
 
     def copy(self, name: str, source: View, target: View) -> None:
         """Queue a copy from one place on the GPU to another on the current stream. Raises as :meth:`place`, and for other lengths."""

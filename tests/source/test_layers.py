@@ -11,7 +11,7 @@ LAYERS = [
     ("bpsx.torch", 1), ("bpsx.keras", 0.9), ("bpsx.tensorflow", 1), ("bpsx.mxnet", 1), ("bpsx.choices", 1.4), ("bpsx.casting", 1.4),
     ("bpsx.momentum", 1.4), ("bpsx.archive", 1.4), ("bpsx.keeping", 1.4), ("bpsx._calls", 1.44), ("bpsx.calls", 1.47), ("bpsx._adapter", 1.5),
     ("bpsx.torchrun", 1.8), ("bpsx.api", 2), ("bpsx.arrays", 2.2), ("bpsx.session", 2.5), ("bpsx.joining", 2.7), ("bpsx.compressing", 2.65),
-    ("bpsx.declaring", 2.55), ("bpsx.devices", 2.68), ("bpsx.coding", 2.67), ("bpsx.saving", 2.8), ("bpsx.speed", 9),
+    ("bpsx.declaring", 2.55), ("bpsx.devices", 2.68), ("bpsx.coding", 2.67), ("bpsx.gpu_kernels", 2.66), ("bpsx.saving", 2.8), ("bpsx.speed", 9),
     ("bpsx.compression", 3), ("bpsx._exit", 4),
     ("bpsx.partitioner", 3.1), ("bpsx.placement", 3), ("bpsx.cards", 3), ("bpsx.pipeline", 3),
     ("bpsx.reporting", 2.7), ("bpsx.neighbourhood", 2.7), ("bpsx.timeline", 2.8),

@@ -64,6 +64,8 @@ class Gpu:
         """A stream of our own for kernels that come before the core's work."""
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Queue a copy on ``stream``."""
+    def settle(self, stream: int) -> None:
+        """Wait until ``stream`` has done all that was queued on it. Raises :class:`~bpsx.errors.DeviceError`."""
     def memory(self, nbytes: int) -> int:
         """The address of so many bytes on the GPU, all zero; they stay until :meth:`close`."""
     def move(self, to: int, source: int, nbytes: int) -> None:

@@ -277,6 +277,14 @@ cdef class Gpu:
 
     # ---- memory
 
+    def settle(self, uintptr_t stream) -> None:
+        """Wait until ``stream`` has done all that was queued on it."""
+        cdef int rc
+        with self:
+            with nogil:
+                rc = self.state.driver.stream_sync(<void *>stream)
+            self._check("cuStreamSynchronize", rc)
+
     def memory(self, uint64_t nbytes) -> int:
         """The address of so many bytes on the GPU, all zero; they stay until :meth:`close`."""
         cdef uintptr_t at = 0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -38,6 +39,24 @@ def element(wide: str) -> Any:
     return {"float32": np.float32, "float64": np.float64}[wide]
 
 
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def only_building() -> Iterator[None]:
+    """In the body, this thread's launches compile and load kernels and queue nothing."""
+    _thread.only_building = True
+    try:
+        yield
+    finally:
+        _thread.only_building = False
+
+
+def building() -> bool:
+    """Whether this thread is within :func:`only_building`."""
+    return getattr(_thread, "only_building", False)
+
+
 class Kernel:
     """A kernel whose arguments are some addresses, then integers, then floats, 8 bytes each. Compiled when it is first launched; thread-safe."""
 
@@ -48,12 +67,12 @@ class Kernel:
         self._launch: Callable[..., None] | None = None
 
     def launch(self, blocks_: int, stream: int, *arguments: int | float) -> None:
-        """Queue it on a stream, with so many blocks of THREADS."""
+        """Queue it on a stream, with so many blocks of THREADS. Within :func:`only_building`, only compile it."""
         with self._lock:
             if self._launch is None:
                 self._launch = _made_of.launcher(self.function, self.signature, self.layout, self.registers)
-            self._launch(blocks_, stream, *arguments)
-
+            if not building():
+                self._launch(blocks_, stream, *arguments)
 
     def handle(self) -> int:
         """The driver's, for who launches it without Python. On a GPU only."""

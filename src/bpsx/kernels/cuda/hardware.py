@@ -18,6 +18,10 @@ from numba import cuda
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
+from bpsx.kernels.cuda.importing import load_target
+
+load_target()
+
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _ALL = 0xFFFFFFFF
 #: Threads of a block. Kernels work on tiles of so many elements, times what one thread takes.
