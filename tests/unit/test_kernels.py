@@ -15,7 +15,7 @@ from bpsx.kernels import load
 from bpsx.kernels.reference import bfloat16_to_float32, float32_to_bfloat16, reduce
 
 P, N = C.c_void_p, C.c_int64
-SIGNATURES = {"pair": (P, P, N, N), "add": (P, P, N), "start": (P, P, P, N), "finish": (P, P, P, N, N), "divide": (P, N, N)}
+SIGNATURES = {"pair": (P, P, N, N), "add": (P, P, N, N), "start": (P, P, P, N, N), "finish": (P, P, P, N, N, N), "divide": (P, N, N)}
 NUMPY = {d.name: np.dtype(np.uint16 if d.name == "bfloat16" else d.name) for d in DTYPES}
 WIDE = {d.name: np.dtype({"float16": "float32", "bfloat16": "float32", "uint8": "int32", "int8": "int32"}.get(d.name, d.name)) for d in DTYPES}
 
@@ -80,15 +80,16 @@ def test_three_and_more(dtype, n, workers, average, seed):
         want = reduce(pushes, dtype.name, divisor)
     held = [unaligned(p) for p in pushes]
     at = [h.ctypes.data for h in held]
+    shift = (workers - 1).bit_length() if average else 0
     if load(dtype.code).start:
         acc = np.empty(n, WIDE[dtype.name])
-        kernel(dtype, "start")(acc.ctypes.data, at[0], at[1], n)
+        kernel(dtype, "start")(acc.ctypes.data, at[0], at[1], n, shift)
         for i in range(2, workers - 1):
-            kernel(dtype, "add")(acc.ctypes.data, at[i], n)
-        kernel(dtype, "finish")(at[0], acc.ctypes.data, at[-1], n, divisor)
+            kernel(dtype, "add")(acc.ctypes.data, at[i], n, shift)
+        kernel(dtype, "finish")(at[0], acc.ctypes.data, at[-1], n, divisor, shift)
     else:
         for i in range(1, workers - 1):
-            kernel(dtype, "add")(at[0], at[i], n)
+            kernel(dtype, "add")(at[0], at[i], n, shift)
         kernel(dtype, "pair")(at[0], at[-1], n, divisor)
     same(held[0].copy().view(NUMPY[dtype.name]), want, dtype)
 

@@ -7,12 +7,14 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 
 # a[i] = narrow((wide(a[i]) + wide(b[i])) / divisor)
 ctypedef void (*pair_fn)(void *a, void *b, int64_t n, int64_t divisor) noexcept nogil
-# acc[i] += wide(src[i]); acc is of the wide type
-ctypedef void (*add_fn)(void *acc, void *src, int64_t n) noexcept nogil
-# acc[i] = wide(a[i]) + wide(b[i])
-ctypedef void (*start_fn)(void *acc, void *a, void *b, int64_t n) noexcept nogil
-# out[i] = narrow((acc[i] + wide(src[i])) / divisor)
-ctypedef void (*finish_fn)(void *out, void *acc, void *src, int64_t n, int64_t divisor) noexcept nogil
+# `shift`: bfloat16 reaches as far as its accumulator, float32, so the parts of an average are added as 2^-shift of what they are, which is
+# exact up to a shift of 16; sums have a shift of 0, and other types ignore it. `pair` shifts averages by itself.
+# acc[i] += 2^-shift wide(src[i]); acc is of the wide type
+ctypedef void (*add_fn)(void *acc, void *src, int64_t n, int64_t shift) noexcept nogil
+# acc[i] = 2^-shift (wide(a[i]) + wide(b[i]))
+ctypedef void (*start_fn)(void *acc, void *a, void *b, int64_t n, int64_t shift) noexcept nogil
+# out[i] = narrow((acc[i] + 2^-shift wide(src[i])) / (2^-shift divisor))
+ctypedef void (*finish_fn)(void *out, void *acc, void *src, int64_t n, int64_t divisor, int64_t shift) noexcept nogil
 # a[i] = narrow(wide(a[i]) / divisor)
 ctypedef void (*divide_fn)(void *a, int64_t n, int64_t divisor) noexcept nogil
 
@@ -51,15 +53,24 @@ cdef inline bint wants_wide(const Kernels *k, uint32_t of) noexcept nogil:
     return k.wide_itemsize != k.itemsize and of > 2
 
 
+cdef inline int64_t shift_for(uint32_t of, int64_t divisor) noexcept nogil:
+    """The least shift with which an average of `of` parts cannot overflow while it is added up, at most 16."""
+    cdef int64_t shift = 0
+    while divisor > 1 and shift < 16 and <uint32_t>1 << shift < of:
+        shift += 1
+    return shift
+
+
 cdef inline void accumulate(const Kernels *k, void *sum, void *wide, void *part, uint32_t i, uint32_t of, int64_t n, int64_t divisor) noexcept nogil:
     """Add part `i` of `of`, counted from 0; `sum` holds part 0. After the last one `sum` holds the result, divided. `wide`: see `wants_wide`."""
     cdef bint widen = wants_wide(k, of)
+    cdef int64_t shift = shift_for(of, divisor)
     if i == of - 1:
         if widen:
-            k.finish(sum, wide, part, n, divisor)
+            k.finish(sum, wide, part, n, divisor, shift)
         else:
             k.pair(sum, part, n, divisor)
     elif widen and i == 1:
-        k.start(wide, sum, part, n)
+        k.start(wide, sum, part, n, shift)
     else:
-        k.add(wide if widen else sum, part, n)
+        k.add(wide if widen else sum, part, n, shift)

@@ -27,9 +27,13 @@ def float32_to_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 def reduce(pushes: Sequence[np.ndarray], dtype: str, divisor: int = 1) -> np.ndarray:
-    """Sum of ``pushes`` (bfloat16 as uint16), divided by ``divisor``: added left to right in the wide type, narrowed once."""
+    """Sum of ``pushes`` (bfloat16 as uint16), divided by ``divisor``: added left to right in the wide type, narrowed once.
+
+    An average of bfloat16 is added in parts of a power of two each, which is exact, so that it cannot overflow in float32.
+    """
+    scale = np.float32(2.0 ** -min(16, (len(pushes) - 1).bit_length()) if divisor != 1 and dtype == "bfloat16" else 1)
     if dtype == "bfloat16":
-        wide = [bfloat16_to_float32(p) for p in pushes]
+        wide = [bfloat16_to_float32(p) * scale for p in pushes]
     elif dtype == "float16":
         wide = [p.astype(np.float32) for p in pushes]
     elif BY_NAME[dtype].wide_itemsize != BY_NAME[dtype].itemsize:
@@ -41,7 +45,7 @@ def reduce(pushes: Sequence[np.ndarray], dtype: str, divisor: int = 1) -> np.nda
         for w in wide[1:]:
             total = total + w
         if divisor != 1:
-            total = total / total.dtype.type(divisor) if total.dtype.kind == "f" else total // total.dtype.type(divisor)
+            total = total / (total.dtype.type(divisor) * total.dtype.type(scale)) if total.dtype.kind == "f" else total // total.dtype.type(divisor)
         if dtype == "bfloat16":
             return float32_to_bfloat16(total)
         return total.astype(pushes[0].dtype)

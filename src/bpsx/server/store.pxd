@@ -12,7 +12,7 @@ from libc.string cimport memcpy, memset
 from bpsx.core.header cimport ASYNC, BROADCAST, DISAGREED, PACKED, Header
 from bpsx.core.packed cimport Packed, most_bytes, packed_free
 from bpsx.core.status cimport E_JOINED, E_MISMATCH
-from bpsx.kernels.abi cimport Kernels, accumulate, wants_wide
+from bpsx.kernels.abi cimport Kernels, accumulate, shift_for, wants_wide
 from bpsx.transports.abi cimport Landing, Message
 
 cdef enum Verdict:
@@ -204,7 +204,7 @@ cdef inline void finish_sum(Entry *e, uint32_t workers) noexcept nogil:
         return
     if e.added > 1 and wants_wide(k, workers):
         memset(e.sum, 0, e.nbytes)
-        k.finish(e.sum, e.wide, e.sum, n, e.divisor)
+        k.finish(e.sum, e.wide, e.sum, n, e.divisor, shift_for(workers, e.divisor))
     elif e.divisor > 1:
         k.divide(e.sum, n, e.divisor)
     e.added = workers

@@ -13,6 +13,8 @@ from numba import types
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
+from bpsx.kernels.cpu.float16 import from_float16, to_float16
+
 _F32 = ir.FloatType()
 _I16 = ir.IntType(16)
 _I32 = ir.IntType(32)
@@ -46,7 +48,7 @@ def widen(typingctx: Any, x: types.Type) -> Any:
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         (value,) = args
         if x == types.int16:
-            return builder.fpext(builder.bitcast(value, ir.HalfType()), _F32)
+            return from_float16(context, builder, value)
         if x == types.uint16:
             return builder.bitcast(builder.shl(builder.zext(value, _I32), _I32(16)), _F32)
         return context.cast(builder, value, x, result)
@@ -63,7 +65,7 @@ def narrow(typingctx: Any, x: types.Type, like: types.Type) -> Any:
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         value = args[0]
         if like == types.int16:
-            return builder.bitcast(builder.fptrunc(value, ir.HalfType()), _I16)
+            return to_float16(context, builder, value)
         if like == types.uint16:
             return builder.trunc(builder.lshr(_bfloat16_rounded(builder, value), _I32(16)), _I16)
         if like in (types.int8, types.uint8):
@@ -102,8 +104,8 @@ def over(typingctx: Any, x: types.Type, divisor: types.Type) -> Any:
 
 
 @intrinsic
-def add_two_bfloat16(typingctx: Any, x: types.Type, y: types.Type, divisor: types.Type) -> Any:
-    """Two bfloat16 in a 32-bit word at once: the sums of both halves of ``x`` and ``y``, each divided and rounded.
+def add_two_bfloat16(typingctx: Any, x: types.Type, y: types.Type, scale: types.Type, divisor: types.Type) -> Any:
+    """Two bfloat16 in a 32-bit word at once: the sums of both halves of ``x`` and ``y``, times ``scale`` first, then divided and rounded.
 
     Shifts and masks within a word where widening and narrowing would move elements between words: vectorised, this is twice as fast.
     """
@@ -113,12 +115,12 @@ def add_two_bfloat16(typingctx: Any, x: types.Type, y: types.Type, divisor: type
             low, high = builder.shl(word, _I32(16)), builder.and_(word, _I32(0xFFFF0000))
             return builder.bitcast(low, _F32), builder.bitcast(high, _F32)
 
-        d = args[2]
-        sums = [builder.fdiv(builder.fadd(a, b), d) for a, b in zip(halves(args[0]), halves(args[1]))]
+        scale, d = args[2:]
+        sums = [builder.fdiv(builder.fadd(builder.fmul(a, scale), builder.fmul(b, scale)), d) for a, b in zip(halves(args[0]), halves(args[1]))]
         low, high = (_bfloat16_rounded(builder, s) for s in sums)
         return builder.or_(builder.lshr(low, _I32(16)), builder.and_(high, _I32(0xFFFF0000)))
 
-    return types.uint32(x, y, divisor), codegen
+    return types.uint32(x, y, scale, divisor), codegen
 
 
 @intrinsic
@@ -143,18 +145,18 @@ def add_block_float16(typingctx: Any, a: types.Type, b: types.Type, at: types.Ty
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        halves, floats = ir.VectorType(ir.HalfType(), BLOCK), ir.VectorType(_F32, BLOCK)
+        halves, floats = ir.VectorType(_I16, BLOCK), ir.VectorType(_F32, BLOCK)
 
         def place(pointer: ir.Value) -> ir.Value:
             return builder.bitcast(builder.gep(pointer, [args[2]]), halves.as_pointer())
 
         def load(pointer: ir.Value) -> ir.Value:
-            return builder.fpext(builder.load(place(pointer), align=2), floats)
+            return from_float16(context, builder, builder.load(place(pointer), align=2))
 
         lane = builder.insert_element(ir.Constant(floats, ir.Undefined), args[3], _I32(0))
         spread = builder.shuffle_vector(lane, ir.Constant(floats, ir.Undefined), ir.Constant(ir.VectorType(_I32, BLOCK), [0] * BLOCK))
         mean = builder.fdiv(builder.fadd(load(args[0]), load(args[1])), spread)
-        builder.store(builder.fptrunc(mean, halves), place(args[0]), align=2)
+        builder.store(to_float16(context, builder, mean), place(args[0]), align=2)
         return context.get_dummy_value()
 
     return types.void(a, b, at, divisor), codegen

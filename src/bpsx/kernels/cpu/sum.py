@@ -38,14 +38,17 @@ def _pair_bfloat16(a: Any, b: Any, n: int, divisor: int) -> None:
     if divisor == 1:
         one = np.float32(1.0)
         for i in range(words):
-            a[i] = add_two_bfloat16(a[i], b[i], one)
+            a[i] = add_two_bfloat16(a[i], b[i], one, one)
     else:
-        d = np.float32(divisor)
+        half = np.float32(0.5)
+        d = np.float32(divisor) * half
         for i in range(words):
-            a[i] = add_two_bfloat16(a[i], b[i], d)
+            a[i] = add_two_bfloat16(a[i], b[i], half, d)
     if n % 2:
         last, other = as_uint16(a), as_uint16(b)
-        last[n - 1] = narrow(over(plus(widen(last[n - 1]), widen(other[n - 1])), divisor), last[n - 1])
+        scale = np.float32(1.0) if divisor == 1 else np.float32(0.5)
+        total = widen(last[n - 1]) * scale + widen(other[n - 1]) * scale
+        last[n - 1] = narrow(total / (np.float32(divisor) * scale), last[n - 1])
 
 
 def _pair_float16(a: Any, b: Any, n: int, divisor: int) -> None:
@@ -63,23 +66,42 @@ def _pair_float16(a: Any, b: Any, n: int, divisor: int) -> None:
         a[i] = narrow(over(plus(widen(a[i]), widen(b[i])), divisor), a[i])
 
 
-def _add(acc: Any, src: Any, n: int) -> None:
+def _add(acc: Any, src: Any, n: int, shift: int) -> None:
     for i in range(n):
         acc[i] = plus(acc[i], widen(src[i]))
 
 
-def _start(acc: Any, a: Any, b: Any, n: int) -> None:
+def _start(acc: Any, a: Any, b: Any, n: int, shift: int) -> None:
     for i in range(n):
         acc[i] = plus(widen(a[i]), widen(b[i]))
 
 
-def _finish(out: Any, acc: Any, src: Any, n: int, divisor: int) -> None:
+def _finish(out: Any, acc: Any, src: Any, n: int, divisor: int, shift: int) -> None:
     if divisor == 1:
         for i in range(n):
             out[i] = narrow(plus(acc[i], widen(src[i])), src[i])
     else:
         for i in range(n):
             out[i] = narrow(over(plus(acc[i], widen(src[i])), divisor), src[i])
+
+
+def _add_bfloat16(acc: Any, src: Any, n: int, shift: int) -> None:
+    scale = np.float32(1.0) / np.float32(1 << shift)
+    for i in range(n):
+        acc[i] = acc[i] + widen(src[i]) * scale
+
+
+def _start_bfloat16(acc: Any, a: Any, b: Any, n: int, shift: int) -> None:
+    scale = np.float32(1.0) / np.float32(1 << shift)
+    for i in range(n):
+        acc[i] = widen(a[i]) * scale + widen(b[i]) * scale
+
+
+def _finish_bfloat16(out: Any, acc: Any, src: Any, n: int, divisor: int, shift: int) -> None:
+    scale = np.float32(1.0) / np.float32(1 << shift)
+    d = np.float32(divisor) * scale
+    for i in range(n):
+        out[i] = narrow((acc[i] + widen(src[i]) * scale) / d, src[i])
 
 
 def _divide(a: Any, n: int, divisor: int) -> None:
@@ -98,17 +120,19 @@ def load(code: int) -> Kernels:
     data = types.CPointer(element)
     acc = types.CPointer(wide_type(element))
     count = types.int64
+    steps = (_add, _start, _finish)
     if dtype.name == "bfloat16":
+        steps = (_add_bfloat16, _start_bfloat16, _finish_bfloat16)
         words = types.CPointer(types.uint32)
         pair = _compile(_pair_bfloat16, words, words, count, count)
     elif dtype.name == "float16":
         pair = _compile(_pair_float16, data, data, count, count)
     else:
         pair = _compile(_pair, data, data, count, count)
-    add = _compile(_add, acc, data, count)
+    add = _compile(steps[0], acc, data, count, count)
     divide = _compile(_divide, data, count, count)
     owners = [pair, add, divide]
     if dtype.wide_itemsize != dtype.itemsize:
-        owners += [_compile(_start, acc, data, data, count), _compile(_finish, data, acc, data, count, count)]
+        owners += [_compile(steps[1], acc, data, data, count, count), _compile(steps[2], data, acc, data, count, count, count)]
     start, finish = (owners[3].address, owners[4].address) if len(owners) > 3 else (0, 0)
     return Kernels(dtype.itemsize, dtype.wide_itemsize, pair.address, add.address, start, finish, divide.address, tuple(owners))

@@ -1,0 +1,84 @@
+"""float16 to float32 and back, in LLVM's instructions: the processor's own (F16C and its like) or, where it has none, integer arithmetic.
+
+Without such instructions LLVM calls functions of the compiler's library, which Numba does not have: the process would abort. The results are the same
+bit by bit, NaN included. All functions take single values and vectors alike.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+_F32, _I16, _I32 = ir.FloatType(), ir.IntType(16), ir.IntType(32)
+_PROBE = """
+define float @widen(half %x) {
+  %y = fpext half %x to float
+  ret float %y
+}
+define half @narrow(float %x) {
+  %y = fptrunc float %x to half
+  ret half %y
+}
+"""
+
+
+@functools.cache
+def _in_hardware(triple: str, cpu: str, features: str) -> bool:
+    """Whether code for this processor converts without calling functions of a library."""
+    machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features)
+    text: str = machine.emit_assembly(llvm.parse_assembly(_PROBE))
+    return not any(name in text for name in ("__extendhfsf2", "__truncsfhf2", "__gnu_h2f_ieee", "__gnu_f2h_ieee"))
+
+
+def _alike(kind: ir.Type, like: ir.Type) -> ir.Type:
+    """``kind``, or a vector of as many as ``like`` has."""
+    return ir.VectorType(kind, like.count) if isinstance(like, ir.VectorType) else kind
+
+
+def _constant(kind: ir.Type, value: float) -> ir.Constant:
+    return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
+
+
+def from_float16(context: object, builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
+    """The float32 that float16 with these bits (i16) are."""
+    floats, words = _alike(_F32, bits.type), _alike(_I32, bits.type)
+    if _in_hardware(*context.codegen().magic_tuple()):      # type: ignore[attr-defined]
+        return builder.fpext(builder.bitcast(bits, _alike(ir.HalfType(), bits.type)), floats)
+    wide = builder.zext(bits, words)
+    sign = builder.shl(builder.and_(wide, _constant(words, 0x8000)), _constant(words, 16))
+    # Exponent and mantissa where float32 has them; the exponent's bias is made up for in each of three cases.
+    moved = builder.shl(builder.and_(wide, _constant(words, 0x7FFF)), _constant(words, 13))
+    exponent = builder.and_(moved, _constant(words, 0x1F << 23))
+    normal = builder.add(moved, _constant(words, (127 - 15) << 23))
+    endless = builder.or_(moved, _constant(words, 0xFF << 23))
+    quiet = builder.or_(endless, _constant(words, 1 << 22))
+    endless = builder.select(builder.icmp_unsigned("==", moved, exponent), endless, quiet)      # infinity has no mantissa
+    # 2^-14 (1 + m) - 2^-14 is 2^-14 m, what a float16 with an exponent of 0 is.
+    lifted = builder.bitcast(builder.add(moved, _constant(words, (127 - 14) << 23)), floats)
+    small = builder.bitcast(builder.fsub(lifted, _constant(floats, 2.0**-14)), words)
+    found = builder.select(builder.icmp_unsigned("==", exponent, _constant(words, 0)), small, normal)
+    found = builder.select(builder.icmp_unsigned("==", exponent, _constant(words, 0x1F << 23)), endless, found)
+    return builder.bitcast(builder.or_(found, sign), floats)
+
+
+def to_float16(context: object, builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """The bits (i16) of the float16 nearest to float32, ties to even."""
+    floats, words, halves = value.type, _alike(_I32, value.type), _alike(_I16, value.type)
+    if _in_hardware(*context.codegen().magic_tuple()):      # type: ignore[attr-defined]
+        return builder.bitcast(builder.fptrunc(value, _alike(ir.HalfType(), value.type)), halves)
+    bits = builder.bitcast(value, words)
+    sign = builder.lshr(builder.and_(bits, _constant(words, 0x80000000)), _constant(words, 16))
+    size = builder.and_(bits, _constant(words, 0x7FFFFFFF))
+    odd = builder.and_(builder.lshr(size, _constant(words, 13)), _constant(words, 1))
+    rounded = builder.add(builder.add(size, _constant(words, (((15 - 127) << 23) + 0xFFF) & 0xFFFFFFFF)), odd)
+    normal = builder.lshr(rounded, _constant(words, 13))
+    # Added to 0.5 the last bit of the sum is worth 2^-24, as is the last one of a float16 with an exponent of 0: the addition rounds.
+    small = builder.sub(builder.bitcast(builder.fadd(builder.bitcast(size, floats), _constant(floats, 0.5)), words), _constant(words, 126 << 23))
+    payload = builder.and_(builder.lshr(size, _constant(words, 13)), _constant(words, 0x1FF))
+    nan = builder.or_(payload, _constant(words, 0x7E00))
+    found = builder.select(builder.icmp_unsigned("<", size, _constant(words, (127 - 14) << 23)), small, normal)
+    found = builder.select(builder.icmp_unsigned(">=", size, _constant(words, (127 + 16) << 23)), _constant(words, 0x7C00), found)
+    found = builder.select(builder.icmp_unsigned(">", size, _constant(words, 0xFF << 23)), nan, found)
+    return builder.trunc(builder.or_(found, sign), halves)
