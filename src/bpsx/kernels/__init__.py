@@ -43,13 +43,21 @@ def load(code: int) -> Kernels:
 
 
 @contextlib.contextmanager
-def loading(code: int) -> Iterator[None]:
-    """Load an element type's kernels in a thread of their own while the body runs; what went wrong is raised at the end of the body."""
+def loading(*codes: int, codecs: bool = False) -> Iterator[None]:
+    """Load the kernels of element types in a thread of their own while the body runs; what went wrong is raised at the end of the body.
+
+    ``codecs``: import all compressors too. What has been loaded or imported needs no file descriptor later, when there may be none left.
+    """
+    from bpsx.kernels.codecs import import_all
+
     failures: list[Exception] = []
 
     def attempt() -> None:
         try:
-            load(code)
+            for code in codes:
+                load(code)
+            if codecs:
+                import_all()
         except Exception as e:
             failures.append(e)
 

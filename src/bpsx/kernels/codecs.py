@@ -185,6 +185,15 @@ def codec(name: str) -> Codec:
         return _codecs[name]
 
 
+def import_all() -> None:
+    """Import all that :func:`load_codec` and :func:`load_conversion` import, for our own compressors. Thread-safe."""
+    importlib.import_module("bpsx.kernels.cpu.compiling")
+    importlib.import_module("bpsx.kernels.cpu.convert")
+    importlib.import_module("numba.core.boxing")            # Numba imports it when it compiles functions that call others
+    for name in _BUILT_IN:
+        codec(name)
+
+
 def load_codec(name: str, wide: str, residual: bool, momentum: bool) -> Compiled:
     """Compile a codec for ``wide`` (float32 or float64), once per process; later processes take it from the cache. Thread-safe."""
     key = name, wide, residual, momentum

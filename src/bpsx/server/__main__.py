@@ -9,8 +9,10 @@ import sys
 import threading
 from typing import Any
 
+import bpsx.compression  # lanes import both for the first compressed tensor: then there may be no descriptor left
+import bpsx.placement  # noqa: F401
 from bpsx.config import Config
-from bpsx.dtypes import BY_NAME
+from bpsx.dtypes import BY_CODE
 from bpsx.errors import BpsxError, ConfigError, in_short
 from bpsx.host import allow_descriptors, heed_signals, hold, keep_memory, own_host, require_descriptors, require_trust
 from bpsx.kernels import loading
@@ -55,7 +57,8 @@ class Server:
         link = Link(config)
         try:
             self._link = link
-            with loading(BY_NAME["float32"].code):      # compiled while the others are still coming
+            # While the others are still coming; later, strangers' connections may have used up the descriptors that loading needs.
+            with loading(*BY_CODE, codecs=True):
                 welcome = link.join("server", -1, host, [e.bind(host) for e in endpoints])
                 for i, endpoint in enumerate(endpoints):    # before anything that takes time: workers are at the door, and do not wait for long
                     endpoint.join(welcome["job"], i)

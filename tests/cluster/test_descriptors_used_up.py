@@ -1,0 +1,33 @@
+"""A server that has no file descriptor left: element types and compressors that it has not met are summed all the same."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+from jobs import Job
+
+WORKER = """
+    import bpsx, ml_dtypes, numpy as np
+    bpsx.init()
+    report(float(bpsx.push_pull(np.ones(3, "float32"), "first", average=False)[0]))
+    input()
+    for dtype in ("float16", "float64", "uint8", "int8", "int32", "int64", ml_dtypes.bfloat16):
+        report(float(bpsx.push_pull(np.ones(3, dtype), np.dtype(dtype).name, average=False)[2]))
+    for name, own in (("onebit", {"scaling": True}), ("randomk", {"k": 3})):
+        bpsx.declare(name, compression={"compressor": name, "ef": "vanilla", **own})
+        report(float(bpsx.push_pull(np.ones(3, "float64"), name, average=False)[2]))
+    bpsx.shutdown()
+"""
+
+
+def test_the_first_of_every_kind_comes_when_no_descriptor_is_left(tmp_path: Path) -> None:
+    with Job(WORKER, 2, 1, env={"BPSX_CACHE_DIR": str(tmp_path / "new"), "BYTEPS_MIN_COMPRESS_BYTES": "0"}) as job:
+        for worker in job.workers:
+            worker.wait_for_line("2.0")
+        server = job.servers[0].popen.pid
+        # Below the numbers in use: the server can open nothing more, and keeps what it has.
+        resource.prlimit(server, resource.RLIMIT_NOFILE, (3, resource.prlimit(server, resource.RLIMIT_NOFILE)[1]))
+        for worker in job.workers:
+            worker.say("")
+        assert job.results() == [[2.0] * 10] * 2
