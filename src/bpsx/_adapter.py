@@ -15,16 +15,20 @@ from bpsx.api import add_engine, finish, initialised, session
 from bpsx.arguments import check_flag, check_handle, check_name, check_priority, check_unmasked, checked_passes, checked_root, integer
 from bpsx.compression import NONE as NOT_COMPRESSED
 from bpsx.compression import Compression, compression
-from bpsx.config import is_set
+from bpsx.config import Place, is_set, launched
 from bpsx.declaring import capacity
 from bpsx.devices import Streams
 from bpsx.logs import early
 from bpsx.session import Session
-from bpsx.torchrun import Store, init, resume
+from bpsx.torchrun import FRAMEWORK, Store, init, resume
 
-__all__ = ["NOT_COMPRESSED", "Compression", "Handle", "Item", "Session", "Store", "Streams", "TensorView", "add_engine", "capacity", "check_flag",
-           "check_handle", "check_name", "check_priority", "check_unmasked", "checked_passes", "checked_root", "compression", "early", "finish",
-           "init", "initialised", "integer", "is_set", "own_host", "proof", "resume", "session", "set_exit_status"]
+__all__ = [
+    "FRAMEWORK", "NOT_COMPRESSED", "Compression", "Handle", "Item", "Place", "Session", "Store",
+    "Streams", "TensorView", "add_engine", "capacity", "check_flag", "check_handle", "check_name",
+    "check_priority", "check_unmasked", "checked_passes", "checked_root", "compression", "early", "finish",
+    "init", "initialised", "integer", "is_set", "launched", "own_host", "proof", "resume", "session",
+    "set_exit_status",
+]
 
 
 def own_host() -> str:

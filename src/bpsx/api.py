@@ -21,7 +21,7 @@ from bpsx.arguments import check_handle, check_name, check_priority, checked_roo
 from bpsx.arrays import is_on_gpu
 from bpsx.compressing import Remembered
 from bpsx.compression import compression as check_compression
-from bpsx.config import Config
+from bpsx.config import ALONE, Config, Place, launched, place_fields
 from bpsx.dtypes import BY_NAME
 from bpsx.host_arrays import StagedHandle
 from bpsx.session import Session
@@ -57,10 +57,33 @@ class LocalPlace(NamedTuple):
 def init(lazy: bool = True) -> None:
     """Join the job that the environment describes. Does nothing if that was done already. ``lazy`` is upstream's and ignored.
 
-    Blocks until all workers and servers are there. Raises :class:`~bpsx.errors.ConfigError` (a missing or malformed variable),
-    :class:`~bpsx.errors.RendezvousError` (somebody is missing at the deadline), :class:`~bpsx.errors.TransportError`. Thread-safe.
+    Blocks until all workers and servers are there. Raises :class:`~bpsx.errors.ConfigError` (a missing or malformed variable, or another
+    launcher's that say that there are other processes), :class:`~bpsx.errors.RendezvousError` (somebody is missing at the deadline),
+    :class:`~bpsx.errors.TransportError`. Thread-safe.
     """
-    begin()
+    with _lock:
+        if not initialised():
+            begin(**launched_fields(launched()))
+
+
+def launched_fields(ours: Place | None) -> dict[str, Any]:
+    """The place that another launcher has given this process, by field of :class:`~bpsx.config.Config`; empty for a job of one.
+
+    Raises :class:`~bpsx.errors.ConfigError` if there are others of whom bpsx has not been told how to find them.
+    """
+    if ours is None or ours.size == 1:
+        return {}
+    with_scheduler = Config(role="worker").root_uri is not None
+    found = place_fields(ours) if with_scheduler else None
+    if found is not None:
+        return found
+    begun = f"the environment says that this process is one of {ours.size} ({ours.told})"
+    if with_scheduler:
+        raise errors.ConfigError(f"{begun}, but not which machine it is on: bpsx counts ranks machine by machine, with as many processes "
+                                 f"on each. Place processes by slot, or set DMLC_NUM_WORKER and DMLC_WORKER_ID; {ALONE}")
+    raise errors.ConfigError(f"{begun}, but DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT and DMLC_NUM_SERVER, the scheduler and servers of their job, "
+                             "are not set: set them, or start the script with bpsx-run, or in a script of PyTorch's call bpsx.torch.init(), "
+                             f"which needs only MASTER_ADDR and MASTER_PORT; {ALONE}")
 
 
 def begin(again: bool = False, **given: Any) -> None:

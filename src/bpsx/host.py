@@ -12,11 +12,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from bpsx import errors
-from bpsx.config import Config
+from bpsx.config import Config, runtime_dir
 from bpsx.secret import HOW_TO
 from bpsx.transports.address import interface_address, is_ipv6, is_loopback, own_address_towards, resolve
 
@@ -61,6 +62,18 @@ def own_host(config: Config) -> str:
     except OSError as e:
         raise errors.ConfigError(f"cannot tell the own address (DMLC_INTERFACE={config.interface!r}, scheduler {config.root_uri}): {e}; "
                                  "set DMLC_NODE_HOST") from e
+
+
+def machine() -> str:
+    """What processes have in common that can sum in shared memory: the booted system, the network
+    namespace and the folder in which they meet. Raises :class:`~bpsx.errors.ConfigError`."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        network = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        boot, network = os.uname().nodename, 0
+    folder = os.stat(runtime_dir())
+    return f"{boot} {network} {folder.st_dev} {folder.st_ino}"
 
 
 def require_trust(config: Config, address: str) -> None:

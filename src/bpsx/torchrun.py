@@ -1,6 +1,6 @@
-"""A job that ``torchrun`` has started: where this process's place is, what machines there are, and who starts scheduler and servers.
+"""A job that another launcher has started, as ``torchrun``: what machines there are, and who starts scheduler and servers.
 
-The workers meet at torchrun's store, which a framework hands in, and agree there on the rest: nobody has to configure anything.
+The workers meet at a store, which a framework hands in, and agree there on the rest: nobody has to configure anything.
 """
 
 from __future__ import annotations
@@ -16,69 +16,36 @@ from typing import Any, Protocol
 
 from bpsx import api, spawned
 from bpsx.companions import Companions
-from bpsx.config import MOST_WORKERS, TORCHRUN_OPTIONS, Config, torchrun_variables
+from bpsx.config import ALONE, Config, Place, launched
 from bpsx.errors import ConfigError, RendezvousError
+from bpsx.host import machine
 from bpsx.secret import make
-from bpsx.transports.address import is_loopback, join_host_port, resolve
+from bpsx.transports.address import interface_address, is_here, is_ipv6, is_loopback, join_host_port, own_address_towards, resolve
 
 log = logging.getLogger("bpsx.torchrun")
 _lock = threading.Lock()
 _companions = Companions()
+#: The launcher of a place that a framework's own process group has given.
+FRAMEWORK = "PyTorch"
+#: How this process joined its last job here, for resume().
+_last: tuple[Place, Callable[[Place, float], Store]] | None = None
 #: How often a worker that waits for its job looks whether worker 0 has been replaced, in seconds.
 _LOOK = 0.2
 
-_NUMBERS = {"rank": (0, MOST_WORKERS - 1), "size": (1, MOST_WORKERS), "local_rank": (0, MOST_WORKERS - 1), "local_size": (1, MOST_WORKERS),
-            "master_port": (1, 65535)}
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where torchrun has put a process, the address of its store, and the name of the run."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    master_addr: str
-    master_port: int
-    run: str
-
-
 @dataclass(frozen=True)
 class Machines:
-    """``count`` machines of ``local_size`` worker processes each. ``uneven``: torchrun's have different sizes, so each process is one."""
+    """``count`` machines of ``local_size`` worker processes each. ``uneven``: the launcher's have different sizes, so each process is one."""
 
     count: int
     local_size: int
     uneven: bool
 
 
-def place(variables: Mapping[str, str]) -> Place | None:
-    """The place that :func:`bpsx.config.torchrun_variables` tell; None if they are not all there.
-
-    Raises :class:`~bpsx.errors.ConfigError` for values that cannot be.
-    """
-    if not all(variables.get(field) for field in (*_NUMBERS, "master_addr")):
-        return None
-    numbers = {}
-    for option in TORCHRUN_OPTIONS:
-        if option.field in _NUMBERS:
-            low, high = _NUMBERS[option.field]
-            text = variables[option.field]
-            if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
-                raise ConfigError(f"{option.env}={text!r}: allowed is {option.allowed}")
-            numbers[option.field] = int(text)
-    for name, one, few, most in (("RANK", "rank", "size", "WORLD_SIZE"), ("LOCAL_RANK", "local_rank", "local_size", "LOCAL_WORLD_SIZE")):
-        if numbers[one] >= numbers[few]:
-            raise ConfigError(f"{name}={numbers[one]}: allowed are 0..{numbers[few] - 1} ({most}={numbers[few]})")
-    return Place(**numbers, master_addr=variables["master_addr"], run=variables.get("run_id") or "none")
-
-
 def machines(local: Sequence[tuple[int, int]]) -> Machines:
     """The machines of a job whose process of rank r has (local rank, local size) ``local[r]``.
 
-    bpsx counts ranks machine by machine, with as many processes on each. If torchrun's numbers are not of that kind, every process becomes a
-    machine of its own, whose rank is torchrun's.
+    bpsx counts ranks machine by machine, with as many processes on each. If the launcher's numbers are not of that kind, every process becomes a
+    machine of its own, whose rank is the launcher's.
     """
     size, each = len(local), local[0][1]
     if size % each == 0 and all(here == (rank % each, each) for rank, here in enumerate(local)):
@@ -86,8 +53,21 @@ def machines(local: Sequence[tuple[int, int]]) -> Machines:
     return Machines(size, 1, True)
 
 
+def local_places(places: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    """(Local rank, local size) of each process, by rank: as its launcher says, else by the machine on which it runs."""
+    beside: dict[str, list[int]] = {}
+    for rank, p in enumerate(places):
+        beside.setdefault(p["machine"], []).append(rank)
+    found = []
+    for rank, p in enumerate(places):
+        same = beside[p["machine"]]
+        local_rank = same.index(rank) if p["local_rank"] is None else p["local_rank"]
+        found.append((local_rank, p["local_size"] or len(same)))
+    return found
+
+
 class Store(Protocol):
-    """torchrun's store: texts by name, for all processes of the job."""
+    """A store of PyTorch's: texts by name, for all processes of the job."""
 
     def set(self, name: str, text: str) -> None:
         """Write an entry."""
@@ -96,68 +76,87 @@ class Store(Protocol):
         """The entries of those names; None for those that are not there after ``timeout`` seconds."""
 
 
-def init(open_store: Callable[[str, float], Store]) -> None:
-    """:func:`bpsx.init`, also under torchrun; see docs/pytorch.md. Does nothing if that was done already.
+#: Opens the store at which a process with that place meets the others, within so many seconds.
+OpenStore = Callable[[Place, float], Store]
 
-    ``open_store`` gives the store whose entries begin with the text and that is there within the seconds it is given. Raises as
-    :func:`bpsx.init`. Thread-safe.
+
+def init(open_store: OpenStore, told: Place | None = None) -> None:
+    """:func:`bpsx.init`, also under torchrun and its kin; see docs/pytorch.md. Does nothing if that was done already.
+
+    ``told``: the place that a framework has given this process, where that is not what the environment says. Raises as :func:`bpsx.init`.
+    Thread-safe.
     """
+    global _last
     with _lock:
         if api.initialised():
             return
-        ours = place(torchrun_variables())
-        if ours is None:
+        ours = told or launched()
+        if ours is None and _last is not None:
+            ours, open_store = _last
+        if ours is None or not _meets_at_store(ours):
             api.init()
         else:
             _join(ours, open_store)
+            _last = (ours, open_store)
 
 
-def resume(
-    open_store: Callable[[str, float], Store], num_workers: int, num_servers: int, global_rank: int | None = None,
-) -> None:
+def _meets_at_store(ours: Place) -> bool:
+    """Whether the workers agree at a store, rather than join a scheduler of the user's at once. Raises :class:`~bpsx.errors.ConfigError` if they
+    have neither."""
+    if ours.size == 1 or ours.launcher == FRAMEWORK or (ours.master_addr and ours.master_port):
+        return True
+    if Config(role="worker").root_uri is not None:
+        return False
+    missing = [name for name, value in (("MASTER_ADDR", ours.master_addr), ("MASTER_PORT", ours.master_port)) if not value]
+    raise ConfigError(f"the environment says that this process is one of {ours.size} ({ours.told}), but not where they meet: set "
+                      f"{' and '.join(missing)}, the same for all processes, to the address of the first process's machine and a free port "
+                      f"there; or start the script with bpsx-run; {ALONE}")
+
+
+def resume(open_store: OpenStore, num_workers: int, num_servers: int, global_rank: int | None = None) -> None:
     """:func:`bpsx.resume`, also under torchrun: there the workers are torchrun's, and scheduler and servers are started as by :func:`init`.
 
     Raises as :func:`bpsx.resume`; :class:`~bpsx.errors.ConfigError` also for numbers that are not torchrun's. Thread-safe.
     """
     with _lock:
-        ours = place(torchrun_variables())
-        if ours is None or api.initialised():
+        ours, open_store = _last or (launched(), open_store)
+        if ours is None or api.initialised() or not _meets_at_store(ours):
             api.resume(num_workers, num_servers, global_rank)
             return
         api.check_size(num_workers, num_servers)
         if global_rank not in (None, ours.rank):
-            raise ConfigError(f"resume: global_rank={global_rank!r}, but for torchrun this is worker {ours.rank}: leave it out")
+            raise ConfigError(f"resume: global_rank={global_rank!r}, but for {ours.launcher} this is worker {ours.rank}: leave it out")
         _join(ours, open_store, (num_workers, num_servers))
 
 
-def _join(ours: Place, open_store: Callable[[str, float], Store], resumed: tuple[int, int] | None = None) -> None:
-    """Join the job of torchrun's workers; going on after suspend if ``resumed``, which are resume's numbers of workers and servers. The lock is
+def _join(ours: Place, open_store: OpenStore, resumed: tuple[int, int] | None = None) -> None:
+    """Join the job of a launcher's workers; going on after suspend if ``resumed``, which are resume's numbers of workers and servers. The lock is
     held."""
     _companions.release()       # of an earlier job
     config = Config(role="worker")
     agreement = None
     try:
         if ours.size == 1 and not (config.force_distributed or config.asynchronous):
-            _check_resumed(resumed, 1)
+            _check_resumed(resumed, 1, ours.launcher)
             fields = {"num_worker": 1, "local_size": 1, "worker_id": 0, "local_rank": 0}
         else:
             spawned.check(ours.rank)
-            store = open_store(f"bpsx/{ours.run}/", config.rendezvous_timeout)
-            agreement = _Agreement(ours, config, store, resumed)
+            agreement = _Agreement(ours, config, open_store(ours, config.rendezvous_timeout), resumed)
             fields = agreement.fields()
         api.begin(again=resumed is not None, **fields)
     except BaseException:
         _companions.release()
         raise
     if agreement is not None and agreement.uneven:
-        log.warning("torchrun's machines have different numbers of processes: each process counts as a machine of its own, whose "
-                    "local_rank() is 0")
+        log.warning("the machines have different numbers of processes, or ranks that do not go machine by machine: each process counts as a "
+                    "machine of its own, whose local_rank() is 0")
 
 
-def _check_resumed(resumed: Sequence[int] | None, count: int) -> None:
+def _check_resumed(resumed: Sequence[int] | None, count: int, launcher: str) -> None:
     """Whether resume's numbers, if they are given, fit ``count`` machines. Raises :class:`~bpsx.errors.ConfigError`."""
     if resumed is not None and resumed[0] != count:
-        raise ConfigError(f"resume: num_workers={resumed[0]}, but torchrun's machines are {count}; only torchrun itself, by a restart, changes that")
+        raise ConfigError(f"resume: num_workers={resumed[0]}, but {launcher}'s machines are {count}; "
+                          f"only {launcher} itself, by a restart, changes that")
 
 
 class Meeting:
@@ -170,7 +169,9 @@ class Meeting:
 
     def __init__(self, ours: Place, store: Store, timeout: float) -> None:
         self._rank, self._size, self._store, self._timeout = ours.rank, ours.size, store, timeout
-        self._where = f"torchrun's store at {join_host_port(ours.master_addr, ours.master_port)}"
+        self._where = f"{ours.launcher}'s store"
+        if ours.master_addr:
+            self._where += f" at {join_host_port(ours.master_addr, ours.master_port)}"
         self._call = secrets.token_hex(8)       # worker 0's
 
     def gather(self, answer: str) -> list[str]:
@@ -221,7 +222,7 @@ class _Agreement:
         Raises :class:`~bpsx.errors.RendezvousError`, :class:`~bpsx.errors.ConfigError`.
         """
         ours = self._place
-        answer = json.dumps({**asdict(ours), "address": self._master(), "resumed": self._resumed})
+        answer = json.dumps({**asdict(ours), "address": self._master(), "machine": machine(), "resumed": self._resumed})
         if ours.rank == 0:
             try:
                 job = self._begin([json.loads(text) for text in self._meeting.gather(answer)])
@@ -242,7 +243,9 @@ class _Agreement:
         return fields
 
     def _master(self) -> str:
-        """The store's address, as seen from here."""
+        """The store's address, as seen from here; "" if it has none."""
+        if not self._place.master_addr:
+            return ""
         try:
             return resolve(self._place.master_addr, self._place.master_port)
         except OSError as e:
@@ -251,16 +254,17 @@ class _Agreement:
     def _begin(self, places: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Worker 0, which knows all ``places``: start a scheduler unless the user has one. What all have to know, by fields of Config, and how many
         ``servers`` they are to start."""
-        found = machines([(p["local_rank"], p["local_size"]) for p in places])
+        found = machines(local_places(places))
         self.uneven = found.uneven
         config = self._config
         for p in places:
-            _check_resumed(p["resumed"], found.count)
+            _check_resumed(p["resumed"], found.count, self._place.launcher)
         wished = self._resumed[1] if self._resumed else config.num_server
         job: dict[str, Any] = {"num_worker": found.count, "local_size": found.local_size}
         if config.root_uri is not None:
             if config.num_worker not in (1, found.count):
-                raise ConfigError(f"DMLC_NUM_WORKER={config.num_worker}, but torchrun has {found.count} machines; leave it out for the workers")
+                raise ConfigError(f"DMLC_NUM_WORKER={config.num_worker}, but {self._place.launcher} has {found.count} machines; "
+                                  "leave it out for the workers")
             return {**job, **({"num_server": wished} if self._resumed else {}), "servers": 0}
         needed = found.count > 1 or not Config(role="worker", **job).shares_machine or config.force_distributed
         servers = (wished or found.count) if needed else 0
@@ -273,11 +277,26 @@ class _Agreement:
         """Where the scheduler shall listen: torchrun's store is on this machine, and where the others find that they find the scheduler."""
         if self._config.node_host:
             return str(self._config.node_host)
-        if found.count == 1:
+        if found.count == 1 or len({p["machine"] for p in places}) == 1:
             return "127.0.0.1"
         # Many systems know their own name as a loopback address, which is of no use to others.
-        far = [str(p["address"]) for p in places if not is_loopback(p["address"])]
-        return far[0] if far else str(places[0]["address"])
+        far = [str(p["address"]) for p in places if p["address"] and not is_loopback(p["address"])]
+        address = far[0] if far else str(places[0]["address"])
+        return self._own_address_beside(address)
+
+    def _own_address_beside(self, store: str) -> str:
+        """Our address where the store's is ``store`` for the others: that very one, unless the store is elsewhere."""
+        port = self._place.master_port
+        try:
+            if self._config.interface:
+                return interface_address(self._config.interface, is_ipv6(store))
+            if store:
+                return store if is_here(join_host_port(store, port)) else own_address_towards(store, port)
+        except OSError as e:
+            raise ConfigError(f"cannot tell the own address (DMLC_INTERFACE={self._config.interface!r}, store {store}): {e}; "
+                              "set DMLC_NODE_HOST") from e
+        raise ConfigError("the workers are on several machines and meet at a store without an address: set DMLC_NODE_HOST to an address at "
+                          "which the others reach worker 0's machine")
 
 
 def _environment(job: Mapping[str, Any]) -> dict[str, str]:

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from bpsx.config import torchrun_variables
+from bpsx.config import Place, launched
 from bpsx.errors import ConfigError, RendezvousError
-from bpsx.torchrun import Machines, Meeting, Place, machines, place
+from bpsx.torchrun import Machines, Meeting, machines
 
 GIVEN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "MASTER_ADDR": "far", "MASTER_PORT": "29500",
          "TORCHELASTIC_RUN_ID": "job"}
@@ -20,7 +20,7 @@ def read(monkeypatch, **changes):
         monkeypatch.delenv(name, raising=False)
     for name, value in {**GIVEN, **changes}.items():
         monkeypatch.setenv(name, value)
-    return place(torchrun_variables())
+    return launched()
 
 
 def test_a_place(monkeypatch):
@@ -29,12 +29,13 @@ def test_a_place(monkeypatch):
     assert (found.master_addr, found.master_port, found.run) == ("far", 29500, "job")
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_all_have_to_be_there(monkeypatch, name):
-    assert read(monkeypatch, **{name: ""}) is None
+@pytest.mark.parametrize(("name", "other"), [("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")])
+def test_a_half_is_refused_and_names_the_other(monkeypatch, name, other):
+    with pytest.raises(ConfigError, match=f"^{other}=. is set, but .*set {name};"):
+        read(monkeypatch, **{name: ""})
 
 
-@pytest.mark.parametrize("name", ["GROUP_RANK", "TORCHELASTIC_RUN_ID"])
+@pytest.mark.parametrize("name", ["GROUP_RANK", "TORCHELASTIC_RUN_ID", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_others_need_not(monkeypatch, name):
     assert read(monkeypatch, **{name: ""}) is not None
 

@@ -7,9 +7,11 @@ from bpsx.config.config import (
     faults,
     frame_bound,
     is_set,
-    torchrun_variables,
+    launched,
 )
 from bpsx.config.folders import cache_dir, kernel_cache, runtime_dir
+from bpsx.config.launchers import ALONE, Place
+from bpsx.config.launchers import fields as place_fields
 from bpsx.config.options import (
     MOST_WORKERS,
     NO_ENCRYPTION,
@@ -21,7 +23,7 @@ from bpsx.config.options import (
 from bpsx.config.reference import reference
 
 __all__ = [
-    "MOST_WORKERS", "NO_ENCRYPTION", "OPTIONS", "TORCHRUN_OPTIONS", "TRANSPORT_NAMES", "Config",
-    "Option", "cache_dir", "child_environment", "environment", "faults", "frame_bound", "is_set", "kernel_cache",
-    "reference", "runtime_dir", "torchrun_variables",
+    "ALONE", "MOST_WORKERS", "NO_ENCRYPTION", "OPTIONS", "TORCHRUN_OPTIONS", "TRANSPORT_NAMES", "Config",
+    "Option", "Place", "cache_dir", "child_environment", "environment", "faults", "frame_bound", "is_set", "kernel_cache",
+    "launched", "place_fields", "reference", "runtime_dir",
 ]

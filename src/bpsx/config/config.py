@@ -2,7 +2,7 @@
 
 A malformed value is a :class:`~bpsx.errors.ConfigError` that names the variable, the value and
 what is allowed. An unknown ``BYTEPS_*`` or ``BPSX_*`` name gets a warning with the nearest known
-one.
+one; so does a ``DMLC_*`` or ``PS_*`` name that resembles a known one.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ from typing import Any
 
 from bpsx import secret
 from bpsx.config.ignored import NOT_USED
-from bpsx.config.options import MOST_WORKERS, NO_ENCRYPTION, OPTIONS, TORCHRUN_OPTIONS, TRANSPORT_NAMES, Option
+from bpsx.config.launchers import Place, place
+from bpsx.config.options import MOST_WORKERS, NO_ENCRYPTION, OPTIONS, TRANSPORT_NAMES, Option
 from bpsx.config.parsers import folder
 from bpsx.errors import ConfigError
+
+_KNOWN = {option.env for option in OPTIONS}
+#: How much a name of a prefix that is not ours alone has to resemble an option, from 0 to 1.
+_RESEMBLES = 0.8
 
 
 def environment(given: Mapping[str, str] | None = None) -> Mapping[str, str]:
@@ -33,6 +38,7 @@ class Config:
 
     def __init__(self, environ: Mapping[str, str] | None = None, **given: Any) -> None:
         source = environment(environ)
+        self.num_worker_set = "num_worker" in given or bool(source.get("DMLC_NUM_WORKER", "").strip())
         values: dict[str, Any] = {}
         for option in OPTIONS:
             if option.field in given:
@@ -42,7 +48,9 @@ class Config:
         if given:
             raise ConfigError(f"no such option: {', '.join(sorted(given))}")
         self.__dict__.update(values)
-        self.unknown = tuple(_complain(source))
+        self.misspelt = tuple(_misspelt(source))
+        idle = self.idle_servers if self.num_worker_set and self.role == "worker" else ""
+        self.unknown = (*_complain(source), *([idle] if idle else []))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"no option is called {name!r}")
@@ -80,6 +88,22 @@ class Config:
         if self.secret:
             return secret.accept(self.secret, "BPSX_SECRET")
         return secret.read(self.secret_file) if self.secret_file else b""
+
+    @property
+    def idle_servers(self) -> str:
+        """What to tell a worker whose scheduler and servers are configured and will not be used; else ""."""
+        if self.servers_used or self.root_uri is None or not self.num_server:
+            return ""
+        what = f"DMLC_PS_ROOT_URI and DMLC_NUM_SERVER={self.num_server} name a scheduler and servers, which "
+        what += "a job of one worker" if self.size == 1 else "a job of one machine"
+        now = f"DMLC_NUM_WORKER={self.num_worker}" if self.num_worker_set else "DMLC_NUM_WORKER is not set"
+        return (f"{what} does not use ({now}): set DMLC_NUM_WORKER to the number of worker machines, "
+                "or BYTEPS_FORCE_DISTRIBUTED=1 to use them with one")
+
+    @property
+    def servers_used(self) -> bool:
+        """Whether a worker's gradients go through servers."""
+        return self.distributed and not (self.num_worker == 1 and self.shares_machine and not self.force_distributed)
 
     def _missing(self, *fields: str) -> Iterable[str]:
         missing = [o for o in OPTIONS if o.field in fields and getattr(self, o.field) is None]
@@ -127,6 +151,8 @@ class Config:
             yield from self._server_faults()
         if self.role == "worker" and self.num_worker > 1:
             yield from self._missing("worker_id")
+        if self.role == "worker" and not self.num_worker_set and self.idle_servers:
+            yield "; ".join([self.idle_servers, *self.misspelt])
         if self.encrypt and TRANSPORT_NAMES[self.transport] != "zeromq":
             yield NO_ENCRYPTION
         if self.mixed_mode and self.key_hash_fn != "balanced":
@@ -155,10 +181,12 @@ def faults(environ: Mapping[str, str] | None = None) -> list[str]:
     return [*found.values(), *more]
 
 
-def torchrun_variables() -> dict[str, str]:
-    """What torchrun has told this process, by field of :data:`TORCHRUN_OPTIONS`. Empty if ``DMLC_WORKER_ID`` or ``BYTEPS_LOCAL_RANK`` says its
-    place: these win."""
-    return {} if is_set("DMLC_WORKER_ID") or is_set("BYTEPS_LOCAL_RANK") else {o.field: os.environ.get(o.env, "").strip() for o in TORCHRUN_OPTIONS}
+def launched() -> Place | None:
+    """The place that another launcher than bpsx-run has given this process; None if none has.
+
+    Raises :class:`~bpsx.errors.ConfigError` where only a part of its variables is there.
+    """
+    return place(os.environ)
 
 
 def is_set(name: str) -> bool:
@@ -188,13 +216,23 @@ def _read(option: Option, source: Mapping[str, str]) -> Any:
 
 def _complain(source: Mapping[str, str]) -> Iterable[str]:
     """Warnings about variables that will not do what their name promises."""
-    known = {o.env for o in OPTIONS}
     for name in source:
         if name in NOT_USED:
             yield f"{name} is a BytePS variable that has no effect in this version of bpsx"
-        elif name.startswith(("BYTEPS_", "BPSX_")) and name not in known:
-            near = difflib.get_close_matches(name, known - {"BPSX_INSECURE"}, n=1)     # nobody shall switch that on by a guess
+        elif name.startswith(("BYTEPS_", "BPSX_")) and name not in _KNOWN:
+            near = difflib.get_close_matches(name, _KNOWN - {"BPSX_INSECURE"}, n=1)     # nobody shall switch that on by a guess
             yield f"{name} is not a known option" + (f"; did you mean {near[0]}?" if near else "")
+    yield from _misspelt(source)
+
+
+def _misspelt(source: Mapping[str, str]) -> Iterable[str]:
+    """Warnings about DMLC_* and PS_* names that resemble an option. Other programs have such names,
+    too, so one that resembles none gets no warning."""
+    known = [name for name in _KNOWN if name.startswith(("DMLC_", "PS_"))]
+    for name in source:
+        if name.startswith(("DMLC_", "PS_")) and name not in _KNOWN and name not in NOT_USED:
+            for near in difflib.get_close_matches(name, known, n=1, cutoff=_RESEMBLES):
+                yield f"{name} is not a known option; did you mean {near}?"
 
 
 def frame_bound(config: Config | int) -> int:

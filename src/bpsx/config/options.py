@@ -233,7 +233,8 @@ TORCHRUN_OPTIONS: tuple[Option, ...] = (
     Option("size", "WORLD_SIZE", str, "", "1..65535", "size() of the job.", TORCHRUN),
     Option("local_rank", "LOCAL_RANK", str, "", "0..LOCAL_WORLD_SIZE-1", "BYTEPS_LOCAL_RANK.", TORCHRUN),
     Option("local_size", "LOCAL_WORLD_SIZE", str, "", "1..65535",
-           "BYTEPS_LOCAL_SIZE. Where it differs between machines, each process counts as a machine of its own.", TORCHRUN),
+           "BYTEPS_LOCAL_SIZE. Where it differs between machines, each process counts as a machine of its own. Unset: the processes of a machine "
+           "find each other.", TORCHRUN),
     Option("group_rank", "GROUP_RANK", str, "", "0..65534", "Not needed: the machine is RANK / LOCAL_WORLD_SIZE, which is the same.", TORCHRUN),
     Option("master_addr", "MASTER_ADDR", str, "", "address or host name",
            "Where torchrun's store is, on the machine of rank 0, which starts the scheduler unless DMLC_PS_ROOT_URI is set.", TORCHRUN),

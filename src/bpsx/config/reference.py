@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bpsx.config.ignored import NOT_USED
+from bpsx.config.launchers import LAUNCHERS
 from bpsx.config.options import JOB, OPTIONS, TORCHRUN, TORCHRUN_OPTIONS
 
 
@@ -22,7 +23,12 @@ def reference() -> str:
             allowed = o.allowed.replace("|", "\\|")
             lines.append(f"| `{o.env}` | {allowed} | {default} | {o.help} |")
         lines.append("")
-    lines += ["## Known from BytePS, without effect in this version", "", "Setting one of these gets a warning.", ""]
+    lines += ["## Other launchers", "", "Rank and size where torchrun's are not set ([launching.md](launching.md#under-another-launcher)).", "",
+              "| launcher | rank | size | local rank | local size |", "|---|---|---|---|---|"]
+    for at in LAUNCHERS[1:]:
+        names = (at.rank, at.size, at.local_rank, at.local_size)
+        lines.append(f"| {at.name} | " + " | ".join(f"`{name}`" if name else "" for name in names) + " |")
+    lines += ["", "## Known from BytePS, without effect in this version", "", "Setting one of these gets a warning.", ""]
     lines += [", ".join(f"`{n}`" for n in sorted(NOT_USED)), ""]
     return "\n".join(lines)
 

@@ -51,7 +51,11 @@ def ddp_comm_hook(state: DDPHookState | None, bucket: dist.GradBucket) -> torch.
     options = _DEFAULT if state is None else state
     if not isinstance(options, DDPHookState):
         raise ConfigError(f"ddp_comm_hook: state must be None or a bpsx.torch.DDPHookState, not {type(options).__name__}")
-    if _adapter.session().config.asynchronous:
+    ours = _adapter.session()
+    if ours.size == 1 < dist.get_world_size():
+        raise ConfigError(f"ddp_comm_hook: bpsx's job is this process alone, but PyTorch's process group has {dist.get_world_size()}, and nothing "
+                          "would be averaged: call init_process_group before bpsx.torch.init(), or start the script with bpsx-run or torchrun")
+    if ours.config.asynchronous:
         raise ConfigError("ddp_comm_hook: DistributedDataParallel averages gradients, and with BYTEPS_ENABLE_ASYNC=1 there are no averages; "
                           "use bpsx.torch.DistributedOptimizer")
     buffer = bucket.buffer()

@@ -1,7 +1,7 @@
 """How PyTorch's and bpsx's ways of coming together find each other.
 
-Under ``bpsx-run`` PyTorch lacks the address of a store: worker 0 opens one and tells the others through bpsx. Under ``torchrun`` bpsx lacks
-a scheduler: the workers meet at torchrun's store and start what is missing (:mod:`bpsx.torchrun`).
+Under ``bpsx-run`` worker 0 opens PyTorch's store and tells the others through bpsx. Elsewhere bpsx lacks a scheduler: the workers meet at
+torchrun's store, or at that of PyTorch's process group, and start what is missing (:mod:`bpsx.torchrun`).
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class _TorchStore:
 
 @contextlib.contextmanager
 def _reached() -> Iterator[None]:
-    """Around what asks torchrun's store. Raises :class:`RendezvousError`."""
+    """Around what asks the store. Raises :class:`RendezvousError`."""
     try:
         yield
     except BpsxError:       # a RuntimeError, too
         raise
     except RuntimeError as e:
-        raise RendezvousError(f"cannot reach torchrun's store (MASTER_ADDR, MASTER_PORT): {e}") from e
+        raise RendezvousError(f"cannot reach the store (MASTER_ADDR, MASTER_PORT): {e}") from e
 
 
 def init(lazy: bool = True) -> None:
@@ -72,12 +72,22 @@ def init(lazy: bool = True) -> None:
     upstream's and ignored.
 
     Under torchrun, worker 0 starts a scheduler, and with several machines the first process of each a server, unless
-    ``DMLC_PS_ROOT_URI`` names the user's; they end with the job.
+    ``DMLC_PS_ROOT_URI`` names the user's; they end with the job. Likewise under other launchers that say rank and size, and after an
+    ``init_process_group`` that was given them.
 
     Blocks until all workers and servers are there. Raises :class:`~bpsx.errors.ConfigError` (a missing or malformed variable),
     :class:`~bpsx.errors.RendezvousError` (somebody is missing at the deadline), :class:`~bpsx.errors.TransportError`. Thread-safe.
     """
-    _adapter.init(_open_store)
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or (store := _default_store()) is None:
+        _adapter.init(_open_store)
+    else:
+        init_as(store, dist.get_rank(), dist.get_world_size())
+
+
+def init_as(store: Any, rank: int, size: int) -> None:
+    """:func:`init` as worker ``rank`` of ``size`` that meet at ``store``, PyTorch's, unless the environment says so already. Raises as that."""
+    told = _given_place(store, rank, size)
+    _adapter.init(_opener(store) if told else _open_store, told)
 
 
 def resume(num_workers: int, num_servers: int, global_rank: int | None = None, context: object = None) -> None:
@@ -89,14 +99,46 @@ def resume(num_workers: int, num_servers: int, global_rank: int | None = None, c
     _adapter.resume(_open_store, num_workers, num_servers, global_rank)
 
 
-def _open_store(prefix: str, timeout: float) -> _TorchStore:
+def _open_store(place: _adapter.Place, timeout: float) -> _TorchStore:
+    """The store that the environment names, for the entries of this run."""
     global _store
+    if not dist.is_available():
+        raise ConfigError("bpsx.torch.init under torchrun needs a PyTorch with torch.distributed; or start the script with bpsx-run")
     if _store is None:
-        if not dist.is_available():
-            raise ConfigError("bpsx.torch.init under torchrun needs a PyTorch with torch.distributed; or start the script with bpsx-run")
+        host = f"[{place.master_addr.strip('[]')}]" if ":" in place.master_addr else place.master_addr
+        url = f"tcp://{host}:{place.master_port}?rank={place.rank}&world_size={place.size}"
         with _reached():
-            _store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
-    return _TorchStore(dist.PrefixStore(prefix, _store))
+            _store, _, _ = next(dist.rendezvous(url, timeout=timedelta(seconds=timeout)))
+    return _prefixed(_store, place)
+
+
+def _prefixed(store: Any, place: _adapter.Place) -> _TorchStore:
+    return _TorchStore(dist.PrefixStore(f"bpsx/{place.run}/", store))
+
+
+def _opener(store: Any) -> Callable[[_adapter.Place, float], _TorchStore]:
+    return lambda place, _: _prefixed(store, place)
+
+
+def _default_store() -> Any:
+    """The store of PyTorch's default process group; None if this PyTorch does not tell it."""
+    found = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return found() if callable(found) else None
+
+
+def _given_place(store: Any, rank: int, size: int) -> _adapter.Place | None:
+    """The place of worker ``rank`` of ``size`` that meet at ``store``; None if bpsx's own variables or a launcher's with a store say so."""
+    if _adapter.is_set("DMLC_WORKER_ID") or _adapter.is_set("BYTEPS_LOCAL_RANK"):
+        return None
+    known = _adapter.launched()
+    same = known is not None and (known.rank, known.size) == (rank, size)
+    if known is not None and same and known.master_addr and known.master_port:
+        return None
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host, port = (store.host, int(store.port)) if isinstance(store, dist.TCPStore) else ("", 0)
+    local = (known.local_rank, known.local_size) if known is not None and same else (None, None)
+    return _adapter.Place(rank, size, *local, host, port, launcher=_adapter.FRAMEWORK, told="init_process_group")
 
 
 def register() -> None:
@@ -116,7 +158,7 @@ def _extended(original: _Handler) -> _Handler:
         query, is_set = parse_qs(urlparse(url).query), _adapter.is_set
         complete = (is_set("MASTER_ADDR") and is_set("MASTER_PORT") and ("rank" in query or is_set("RANK"))
                     and ("world_size" in query or is_set("WORLD_SIZE")))
-        if not complete and (is_set("DMLC_ROLE") or _adapter.initialised()):
+        if not complete and (is_set("DMLC_ROLE") or _adapter.initialised() or _adapter.launched()):
             return _rendezvous(url, **options)
         return original(url, **options)
 
