@@ -15,7 +15,7 @@ from bpsx.api import add_engine, finish, initialised, session
 from bpsx.arguments import check_flag, check_handle, check_name, check_priority, check_unmasked, checked_passes, checked_root, integer
 from bpsx.compression import NONE as NOT_COMPRESSED
 from bpsx.compression import Compression, compression
-from bpsx.config import Place, is_set, launched
+from bpsx.config import Place, child_environment, is_set, launched, own_store
 from bpsx.declaring import capacity
 from bpsx.devices import Streams
 from bpsx.logs import early
@@ -25,9 +25,9 @@ from bpsx.torchrun import FRAMEWORK, Store, init, resume
 __all__ = [
     "FRAMEWORK", "NOT_COMPRESSED", "Compression", "Handle", "Item", "Place", "Session", "Store",
     "Streams", "TensorView", "add_engine", "capacity", "check_flag", "check_handle", "check_name",
-    "check_priority", "check_unmasked", "checked_passes", "checked_root", "compression", "early", "finish",
-    "init", "initialised", "integer", "is_set", "launched", "own_host", "proof", "resume", "session",
-    "set_exit_status",
+    "check_priority", "check_unmasked", "checked_passes", "checked_root", "compression", "early",
+    "finish", "init", "initialised", "integer", "is_set", "launched", "own_host", "proof", "resume",
+    "session", "set_exit_status", "store_is_ours",
 ]
 
 
@@ -35,6 +35,11 @@ def own_host() -> str:
     """The address at which the job's other processes reach this one."""
     config = session().config
     return host.own_host(config) if config.distributed else "127.0.0.1"
+
+
+def store_is_ours() -> bool:
+    """Whether MASTER_ADDR and MASTER_PORT are bpsx-run's choice, and not the user's."""
+    return own_store(child_environment())
 
 
 class TensorView(NamedTuple):

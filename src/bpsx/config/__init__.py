@@ -10,7 +10,7 @@ from bpsx.config.config import (
     launched,
 )
 from bpsx.config.folders import cache_dir, kernel_cache, runtime_dir
-from bpsx.config.launchers import ALONE, Place
+from bpsx.config.launchers import ALONE, STORE_PORTS, Place, own_store, run_id
 from bpsx.config.launchers import fields as place_fields
 from bpsx.config.options import (
     MOST_WORKERS,
@@ -23,7 +23,8 @@ from bpsx.config.options import (
 from bpsx.config.reference import reference
 
 __all__ = [
-    "ALONE", "MOST_WORKERS", "NO_ENCRYPTION", "OPTIONS", "TORCHRUN_OPTIONS", "TRANSPORT_NAMES", "Config",
-    "Option", "Place", "cache_dir", "child_environment", "environment", "faults", "frame_bound", "is_set", "kernel_cache",
-    "launched", "place_fields", "reference", "runtime_dir",
+    "ALONE", "MOST_WORKERS", "NO_ENCRYPTION", "OPTIONS", "STORE_PORTS", "TORCHRUN_OPTIONS",
+    "TRANSPORT_NAMES", "Config", "Option", "Place", "cache_dir", "child_environment", "environment",
+    "faults", "frame_bound", "is_set", "kernel_cache", "launched", "own_store", "place_fields",
+    "reference", "run_id", "runtime_dir",
 ]

@@ -42,7 +42,7 @@ LAUNCHERS = (
 )
 _TORCHRUN, _SLURM = LAUNCHERS[0], LAUNCHERS[5]
 #: Ports of a store that no variable names: below those that Linux gives to anybody who asks for one.
-_FIRST_PORT, _PORTS = 20000, 10000
+STORE_PORTS = range(20000, 30000)
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,8 @@ def _slurm_store(variables: Mapping[str, str]) -> tuple[str, int, str]:
         return "", 0, "none"
     job, step = variables.get("SLURM_JOB_ID", ""), variables.get("SLURM_STEP_ID", "")
     run = f"slurm-{job}.{step}"
-    return first_node(nodes), _FIRST_PORT + zlib.crc32(run.encode()) % _PORTS, run
+    port = STORE_PORTS[zlib.crc32(run.encode()) % len(STORE_PORTS)]
+    return first_node(nodes), port, run
 
 
 def first_node(nodes: str) -> str:
@@ -201,3 +202,16 @@ def fields(ours: Place) -> dict[str, int] | None:
         return None
     return {"num_worker": ours.size // each, "local_size": each, "worker_id": ours.rank // each,
             "local_rank": rank}
+
+
+def run_id(address: str = "", port: str = "") -> str:
+    """TORCHELASTIC_RUN_ID of a job of bpsx-run's; it names the address of PyTorch's store if that is
+    bpsx-run's choice."""
+    return f"bpsx-run/{address}:{port}" if address else "bpsx-run"
+
+
+def own_store(variables: Mapping[str, str]) -> bool:
+    """Whether bpsx-run has chosen the address of PyTorch's store, so that worker 0 may open another
+    one instead, on a port that is certainly free and at its own address only."""
+    address, port = variables.get("MASTER_ADDR", ""), variables.get("MASTER_PORT", "")
+    return bool(address) and variables.get("TORCHELASTIC_RUN_ID") == run_id(address, port)

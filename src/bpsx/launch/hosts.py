@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bpsx.companions import MODULES
-from bpsx.config import child_environment
+from bpsx.config import child_environment, own_store
 from bpsx.errors import ConfigError
 from bpsx.launch.far import new_marker, request
 from bpsx.launch.roles import GRACE, KILL_AFTER, Process, secret_unless_given, unbuffered, verify
+from bpsx.launch.torch_variables import any_port, store_variables
 from bpsx.secret import make
 from bpsx.transports.address import is_loopback
 
@@ -136,6 +137,7 @@ class Remote:
     directory: str = field(default_factory=os.getcwd)
     given: Mapping[str, str] = field(default_factory=dict)
     secret: str = field(default_factory=make, repr=False)
+    store_port: int = field(default_factory=any_port)
 
     @property
     def command(self) -> Sequence[str]:
@@ -169,9 +171,19 @@ class Remote:
             changes["DMLC_WORKER_ID"] = str(index)
             if self.hosts.slots:
                 changes["BYTEPS_LOCAL_SIZE"] = str(self.hosts.slots)
+            kept |= self._store()
         if self.interface:
             changes["DMLC_INTERFACE"] = self.interface
         return {**kept, **unbuffered(), **self.given, **changes}
+
+    def _store(self) -> dict[str, str]:
+        """Where PyTorch's store is: on the first worker's host, if the others can reach that by its name."""
+        first = self.hosts.workers[0]
+        address = self._address if first == self.hosts.scheduler else _bare(first)
+        reached = not is_loopback(address) or all(is_loopback(_bare(host)) for host in self.hosts.workers)
+        found = store_variables((address, self.store_port) if reached else None)
+        users = {k: v for k, v in child_environment().items() if k in ("MASTER_ADDR", "MASTER_PORT")}
+        return {**users, **found} if "MASTER_ADDR" in found or not own_store(child_environment()) else {}
 
     def scheduler(self) -> Process:
         """See :class:`~bpsx.launch.roles.Processes`."""

@@ -31,6 +31,7 @@ from bpsx.launch.roles import (
     unbuffered,
     verify,
 )
+from bpsx.launch.torch_variables import free_port, torch_variables
 from bpsx.secret import make
 
 _SI_KERNEL = 0x80  # how the terminal's Ctrl-C says that it is not kill()
@@ -53,6 +54,7 @@ class Machine:
     port: int = 0
     forgiving: bool = True      # the scheduler is ours; nobody has said that the command uses it
     secret: str = field(default_factory=make, repr=False)
+    store_port: int = field(default_factory=free_port)
 
     def environment(self, role: str, local_rank: int, port: int) -> dict[str, str]:
         """The environment of one process."""
@@ -60,6 +62,8 @@ class Machine:
         if self.alone:
             changes |= {"DMLC_PS_ROOT_URI": LOOPBACK, "DMLC_PS_ROOT_PORT": str(port), "DMLC_NODE_HOST": LOOPBACK, "DMLC_NUM_SERVER": "0",
                         **secret_unless_given(self.secret)}
+        if role == "worker":
+            changes |= _torch_variables(Config(role=role, local_rank=local_rank, local_size=self.size), self.store_port)
         return child_environment(**changes, **unbuffered())
 
     def check(self) -> None:
@@ -111,13 +115,21 @@ def _run_own(config: Config) -> int:
 
 
 def _run_single(command: Sequence[str], config: Config) -> int:
-    environment = child_environment(BYTEPS_LOCAL_RANK=str(config.local_rank), BYTEPS_LOCAL_SIZE=str(config.local_size))
+    environment = child_environment(BYTEPS_LOCAL_RANK=str(config.local_rank), BYTEPS_LOCAL_SIZE=str(config.local_size),
+                                    **_torch_variables(config, free_port() if config.size == 1 else 0))
     verify(environment)
     cpus: frozenset[int] = frozenset()
     if numa.wanted(config, 1):  # of several that somebody else starts, each plans for all and takes its own
         cpus = numa.plan(config, config.local_size, numa.topology(os.sched_getaffinity(0)))[config.local_rank]
     _tell(config, {config.local_rank: cpus})
     return run_command(debugged(command, config), environment, cpus)
+
+
+def _torch_variables(config: Config, port: int) -> dict[str, str]:
+    """PyTorch's variables for the worker of ``config``. Of several machines, and where somebody else starts the other processes, none knows
+    where worker 0 is and which of its ports are free (``port`` 0): the user says that, if PyTorch is to meet without bpsx."""
+    store = (LOOPBACK, port) if port and config.num_worker == 1 else None
+    return torch_variables(config.rank, config.size, config.local_rank, config.local_size, store)
 
 
 def _tell(config: Config, cpus: Mapping[int, frozenset[int]]) -> None:

@@ -33,6 +33,8 @@ Several processes on a worker machine: one per entry of NVIDIA_VISIBLE_DEVICES (
 BYTEPS_LOCAL_RANK and BYTEPS_LOCAL_SIZE; with BYTEPS_LOCAL_RANK set only that one is started. They sum in shared memory, and one of them speaks to
 the servers. A job of one machine needs neither servers nor a scheduler of yours, unless BYTEPS_FORCE_DISTRIBUTED=1.
 
+Workers also get PyTorch's RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (docs/pytorch.md).
+
 bpsx-run top shows a running job, bpsx-run trace records a timeline of it, bpsx-run doctor looks at this machine; a COMMAND of such a name goes
 after --.
 

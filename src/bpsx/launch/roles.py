@@ -17,6 +17,7 @@ from bpsx.companions import module_command
 from bpsx.config import Config, child_environment, is_set
 from bpsx.errors import ConfigError
 from bpsx.host import SCRIPT_SIGNALS
+from bpsx.launch.torch_variables import free_port, torch_variables
 from bpsx.secret import make
 
 #: Signals that tell a job to end. Workers get them; scheduler and servers end when no worker needs
@@ -96,6 +97,7 @@ class Plan:
     processes: int = 1
     forgiving: bool = False
     secret: str = field(default_factory=make, repr=False)
+    store_port: int = field(default_factory=free_port)
 
     def __post_init__(self) -> None:
         if self.servers < 1 < self.workers:
@@ -113,6 +115,8 @@ class Plan:
         }
         if role == "worker":
             changes["DMLC_WORKER_ID"] = str(index)
+            changes |= torch_variables(index * self.processes + local_rank, self.workers * self.processes, local_rank, self.processes,
+                                       (LOOPBACK, self.store_port))
             # The imitated machines share a file system, and on each local ranks begin at 0.
             changes["BYTEPS_TRACE_DIR"] = os.path.join(Config().trace_dir or "traces", f"worker-{index}")
             if not is_set("OMP_NUM_THREADS"):       # each would start a thread for every core, and get in the others' way

@@ -142,7 +142,8 @@ def _given_place(store: Any, rank: int, size: int) -> _adapter.Place | None:
 
 
 def register() -> None:
-    """Make ``bpsx://`` an ``init_method``, and let ``env://``, the default, do the same where there are bpsx's variables but not PyTorch's.
+    """Make ``bpsx://`` an ``init_method``, and let ``env://``, the default, do the same where bpsx has its variables and PyTorch lacks its own, or
+    has them of bpsx-run.
 
     For the import of bpsx.torch, once. PyTorch has no public way to extend a handler: where its table is not found, ``bpsx://`` is what is left.
     """
@@ -157,7 +158,7 @@ def _extended(original: _Handler) -> _Handler:
     def handler(url: str, **options: Any) -> Iterator[_Triple]:
         query, is_set = parse_qs(urlparse(url).query), _adapter.is_set
         complete = (is_set("MASTER_ADDR") and is_set("MASTER_PORT") and ("rank" in query or is_set("RANK"))
-                    and ("world_size" in query or is_set("WORLD_SIZE")))
+                    and ("world_size" in query or is_set("WORLD_SIZE")) and not _adapter.store_is_ours())
         if not complete and (is_set("DMLC_ROLE") or _adapter.initialised() or _adapter.launched()):
             return _rendezvous(url, **options)
         return original(url, **options)
