@@ -17,7 +17,7 @@ from bpsx import _adapter
 from bpsx.errors import ConfigError
 from bpsx.torch.collectives import Group, UnsupportedCollective
 from bpsx.torch.eager import eager_methods
-from bpsx.torch.rendezvous import init
+from bpsx.torch.rendezvous import init, init_as
 from bpsx.torch.work import Collective, Work
 
 NAME = "bpsx"
@@ -176,14 +176,19 @@ def create(options: Any, _: Any) -> ProcessGroup:
 
     Raises :class:`ConfigError` if PyTorch and bpsx disagree about who this process is, or in asynchronous training.
     """
-    init()
-    ours = _adapter.session()
     rank, size, ranks = options.group_rank, options.group_size, list(options.global_ranks_in_group)
+    if ranks:
+        init()
+    else:
+        init_as(options.store, rank, size)
+    ours = _adapter.session()
     if ours.config.asynchronous:
         raise ConfigError("the backend \"bpsx\" sums what all workers bring, which BYTEPS_ENABLE_ASYNC=1 rules out")
     if not ranks and (rank, size) != (ours.rank, ours.size):
         raise ConfigError(f"init_process_group(\"bpsx\"): this process is rank {rank} of {size} for PyTorch and rank {ours.rank} of {ours.size} for "
-                          "bpsx; both must be the same: leave rank and world_size out, or give bpsx.torch.rank() and size()")
+                          "bpsx; both must be the same: " + (
+                              "call init_process_group before bpsx.torch.init" if ours.size == 1 else
+                              "leave rank and world_size out, or give bpsx.torch.rank() and size()"))
     refused = ""
     if ranks not in ([], list(range(ours.size))) and size != 1:
         refused = (f"ranks {ranks} are not all {ours.size} workers in their order, and a sum over bpsx takes all of them; for such a group use "
