@@ -5,35 +5,52 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from bpsx.torch.ops import Handle
 
-_Item = tuple[Handle, "torch.futures.Future[Any]", Callable[[Any], Any], float | None, "torch.device | None"]
-#: How long the interpreter's end waits for a thread whose session has not been closed yet.
+#: Seconds that the interpreter's end waits for threads whose session is not closed yet.
 _LAST_SECONDS = 10.0
+#: Threads beyond this number end instead of waiting for further handles.
+_MOST_IDLE = 2
+
+
+class _Item(NamedTuple):
+    """A handle under way and the future to complete when it has ended. ``end``: deadline on the monotonic clock, in seconds."""
+
+    handle: Handle
+    ended: torch.futures.Future[Any]
+    result: Callable[[Any], Any]
+    end: float | None
+    gpu: torch.device | None
 
 
 class Completer:
-    """One thread, ``bpsx-futures``, that waits for handles in the order in which they came, and drives the core while it waits.
+    """Threads named ``bpsx-futures`` that wait for handles in the order in which they came, and complete their futures.
 
-    In order, since whoever waits for one of a step's futures waits for all. Started at the first handle; thread-safe.
+    One thread at a time waits, and drives the core meanwhile. In order, since whoever waits for one of a step's futures waits for all.
+    Before a thread completes a future, which runs the future's callbacks, it lets another thread go on with the waiting. So a callback
+    may wait for any other future, to any depth, at the cost of one thread for each callback that waits. The callbacks of one future run
+    one after the other, in the order of their registration; those of different futures may run at the same time, as with gloo.
+    Threads start when they are needed. Thread-safe.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew without the thread, which a forked child does not have."""
-        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        """Begin anew without threads, which a forked child does not have."""
+        self._changed = threading.Condition()
+        self._items: deque[_Item] = deque()
+        self._threads: set[threading.Thread] = set()
+        self._idle = 0
+        self._waiting = self._ending = False
 
     def future_of(
         self, handle: Handle, result: Callable[[Any], Any] = lambda value: value, timeout: float | None = None,
@@ -45,44 +62,85 @@ class Completer:
         the future has its current stream wait for the result, as with PyTorch's own."""
         gpu = device if device is not None and device.type == "cuda" else None
         ended: torch.futures.Future[Any] = torch.futures.Future(devices=[gpu]) if gpu is not None else torch.futures.Future()
-        if at_once:
-            self._complete((handle, ended, result, None, gpu))
-            return ended.then(_unwrapped)
-        with self._lock:
-            if self._thread is None:
-                # A daemon: what is under way when the interpreter ends is ended by the session.
-                self._thread = threading.Thread(target=self._run, name="bpsx-futures", daemon=True)
-                self._thread.start()
+        item = _Item(handle, ended, result, None if timeout is None else time.monotonic() + timeout, gpu)
         # Set as an exception, PyTorch's C++ side would take the exception for the value. What a callback raises it knows for an error.
         future: torch.futures.Future[Any] = ended.then(_unwrapped)
-        self._queue.put((handle, ended, result, None if timeout is None else time.monotonic() + timeout, gpu))
+        if at_once:
+            _complete(item)
+            return future
+        with self._changed:
+            self._items.append(item)
+            try:
+                self._call_a_thread()
+            except RuntimeError as e:
+                if not self._threads:       # else one will come back to it
+                    self._items.remove(item)
+                    raise RuntimeError(f"bpsx: a thread that waits for collectives cannot be started: {e}; raise the limit on processes "
+                                       "and threads (ulimit -u, or the container's)") from e
         return future
 
+    def _call_a_thread(self) -> None:
+        """Have a thread wait for the next handle, unless one already does. Call it with the lock."""
+        if self._waiting or not self._items:
+            return
+        if self._idle:
+            self._changed.notify()
+            return
+        # A daemon: the session ends what is under way when the interpreter ends.
+        thread = threading.Thread(target=self._run, name="bpsx-futures", daemon=True)
+        thread.start()
+        self._threads.add(thread)
+
     def end(self) -> None:
-        """Let the thread end: in the middle of PyTorch's C++ the interpreter's end would tear it down, and the process with it."""
-        with self._lock:
-            thread = self._thread
-        if thread is not None and thread.is_alive():
-            self._queue.put(None)
-            thread.join(_LAST_SECONDS)
+        """Let the threads end: in the middle of PyTorch's C++ the interpreter's end would tear them down, and the process with them."""
+        deadline = time.monotonic() + _LAST_SECONDS
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            self._complete(item)
+        while (item := self._next()) is not None:
+            _complete(item, self._pass_on)
             del item        # or the last one's tensors would live until the next comes
 
-    @staticmethod
-    def _complete(item: _Item) -> None:
-        handle, ended, result, end, gpu = item
-        value, failure = None, None
-        # A stream of our own: it waits for the result, and the future tells others to wait for it.
-        with torch.cuda.stream(torch.cuda.Stream(gpu)) if gpu is not None else contextlib.nullcontext():
-            try:
-                value = result(handle.wait(None if end is None else max(0.0, end - time.monotonic())))
-            except Exception as e:
-                failure = e
-            with contextlib.suppress(Exception):    # a user's callback that raises does not concern the others
-                ended.set_result((value, failure))
+    def _pass_on(self) -> None:
+        """Let another thread wait for the next handle while this one runs callbacks."""
+        with self._changed:
+            self._waiting = False
+            with contextlib.suppress(RuntimeError):     # no thread to be had: this one goes on after the callbacks
+                self._call_a_thread()
+
+    def _next(self) -> _Item | None:
+        """The next handle to wait for, once it is this thread's turn; None: end."""
+        with self._changed:
+            while self._waiting or not self._items:
+                if self._idle >= _MOST_IDLE or self._ending and not self._items:
+                    self._threads.discard(threading.current_thread())
+                    return None
+                self._idle += 1
+                try:
+                    self._changed.wait()
+                finally:
+                    self._idle -= 1
+            self._waiting = True
+            return self._items.popleft()
+
+
+def _complete(item: _Item, before_callbacks: Callable[[], None] = lambda: None) -> None:
+    """Wait for the handle, call ``before_callbacks``, and complete the future."""
+    value, failure = None, None
+    # A stream of our own: it waits for the result, and the future tells others to wait for it.
+    with torch.cuda.stream(torch.cuda.Stream(item.gpu)) if item.gpu is not None else contextlib.nullcontext():
+        try:
+            value = item.result(item.handle.wait(None if item.end is None else max(0.0, item.end - time.monotonic())))
+        except Exception as e:
+            failure = e
+        before_callbacks()
+        with contextlib.suppress(Exception):    # a user's callback that raises does not concern the others
+            item.ended.set_result((value, failure))
 
 
 def _unwrapped(ended: torch.futures.Future[Any]) -> Any:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -122,6 +122,12 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
         """
         if self._averaging.active and (self._averaging.expected or self._averaging.under_way):
             self._averaging.complete()
+
+    def register_comm_hook(self, state: object, hook: object) -> NoReturn:
+        """Refused with :class:`ConfigError`: there are no buckets here that a hook could be given."""
+        raise ConfigError("DistributedDataParallel.register_comm_hook: this module exchanges gradients one by one, without buckets; "
+                          "give compression=bpsx.torch.Compression.fp16 here, or use torch.nn.parallel.DistributedDataParallel, which "
+                          "takes hooks, on the backend \"bpsx\"")
 
     def __getstate__(self) -> Any:
         raise ConfigError("DistributedDataParallel: it cannot be copied or pickled, as its gradients are exchanged under one name; take its "
