@@ -14,6 +14,7 @@ from bpsx.torch.compression import Compression, Compressor, check_compression
 from bpsx.torch.eager import eager
 from bpsx.torch.futures import COMPLETER
 from bpsx.torch.ops import check_tensor, mark_written, submit
+from bpsx.torch.profiling import profiled, recorded
 
 
 class DDPHookState:
@@ -63,13 +64,15 @@ def ddp_comm_hook(state: DDPHookState | None, bucket: dist.GradBucket) -> torch.
     name = f"{options.name}.bucket.{bucket.index()}"
     check_tensor(buffer, name)
     wire, ctx = options.compression.compress(buffer.detach())
-    handle = submit(wire, wire, name, average=True, priority=bucket.index())
-    mark_written(buffer)
-
     def received(value: Any) -> torch.Tensor:
         if ctx is not None:
             with torch.no_grad():
                 buffer.copy_(options.compression.decompress(value, ctx))
         return buffer
 
-    return COMPLETER.future_of(handle, received, device=buffer.device)
+    def begin() -> torch.futures.Future[torch.Tensor]:
+        handle = submit(wire, wire, name, average=True, priority=bucket.index())
+        mark_written(buffer)
+        return COMPLETER.future_of(handle, received, device=buffer.device)
+
+    return recorded("bpsx::push_pull", "push_pull", [wire], begin, lambda future: future) if profiled() else begin()

@@ -5,8 +5,9 @@ PyTorch calls a process group in several spellings, by release and from C++ or P
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -17,8 +18,9 @@ from bpsx import _adapter
 from bpsx.errors import ConfigError
 from bpsx.torch.collectives import Group, UnsupportedCollective
 from bpsx.torch.eager import eager_methods
+from bpsx.torch.profiling import profiled, recorded
 from bpsx.torch.rendezvous import init, init_as
-from bpsx.torch.work import Collective, Work
+from bpsx.torch.work import Collective, Waiting, Work
 
 NAME = "bpsx"
 
@@ -32,8 +34,13 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
     :class:`~bpsx.torch.UnsupportedTensor`. One thread at a time, as with every backend.
     """
 
-    def __init__(self, name: str, rank: int, size: int, timeout: timedelta, refused: str = "") -> None:
+    #: Further capabilities that PyTorch asks a backend for.
+    supports_splitting = supports_shrinking = supports_coalescing = supports_time_estimate = False
+
+    def __init__(self, name: str, rank: int, size: int, timeout: timedelta, refused: str = "", store: Any = None) -> None:
         super().__init__(rank, size)
+        self._store, self._begun_so_far = store, 0
+        self._together: list[Work] | None = None        # between _start_coalescing and _end_coalescing
         self._label, self._description = name, ""
         self._limit = timeout.total_seconds()
         self._refused = refused
@@ -60,46 +67,110 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu"), torch.device("cuda")]
 
+    def _get_backend(self, device: torch.device) -> ProcessGroup:
+        """The group itself, which serves CPU and GPU. Raises :class:`RuntimeError` for other devices, as PyTorch's groups do."""
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        return self
+
+    def _get_backend_name(self) -> str:
+        return NAME
+
+    def supports_tensor_alloc(self, _: torch.device) -> bool:
+        """False: tensors come from PyTorch's own allocators."""
+        return False
+
+    @property
+    def options(self) -> Any:
+        """Name and timeout, as PyTorch's backends have them."""
+        return torch._C._distributed_c10d.Backend.Options(NAME, timedelta(seconds=self._limit))
+
+    def get_group_store(self) -> Any:
+        """The store at which the group's processes meet."""
+        return self._store
+
     def set_timeout(self, timeout: timedelta) -> None:
         """How long collectives may take that begin from now on."""
         self._limit = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Number of collectives that this worker has begun in the group."""
+        return self._begun_so_far
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def use_pg_for_symm_mem_rendezvous(self) -> bool:
+        """False: there is no symmetric memory."""
+        return False
+
+    def _start_coalescing(self, _: torch.device | None = None) -> None:
+        """Collect the collectives that begin from now on, for :meth:`_end_coalescing`. They begin at once all the same."""
+        if self._together is not None:
+            raise RuntimeError("_start_coalescing: the one before has not been ended by _end_coalescing")
+        self._together = []
+
+    def _end_coalescing(self, _: torch.device | None = None) -> Work:
+        """All that has begun since :meth:`_start_coalescing`, as one work. Raises :class:`RuntimeError` if that was not called."""
+        together, self._together = self._together, None
+        if together is None:
+            raise RuntimeError("_end_coalescing: there was no _start_coalescing")
+        return Work(f"coalesced collectives of process group {self._label!r}", Collective([Waiting(work) for work in together]),
+                    [output for work in together for output in work.result()], self._limit)
 
     def shutdown(self) -> None:
         """Nothing: the session is bpsx's, and outlives groups."""
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing: bpsx counts rounds itself."""
+        """Begin to count collectives. Workers need not agree on a number: bpsx counts rounds itself."""
+        self._begun_so_far = 0
 
     # ---- collectives
 
-    def _run(self, what: str, opts: Any, outputs: list[Any], *begin: Callable[[Group], Collective]) -> Work:
+    def _run(self, what: str, opts: Any, outputs: list[Any], *begin: Callable[[Group], Collective], operator: str = "") -> Work:
         if self._refused:
             raise UnsupportedCollective(f"{what}: {self._refused}")
+        if profiled():
+            shown = [t for t in outputs if isinstance(t, torch.Tensor)]
+            work = recorded(f"c10d::{operator or what}", what, shown, lambda: self._begin(what, opts, outputs, begin), Work.get_future)
+        else:
+            work = self._begin(what, opts, outputs, begin)
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    def _begin(self, what: str, opts: Any, outputs: list[Any], begin: Sequence[Callable[[Group], Collective]]) -> Work:
         begun = Collective()
+        self._begun_so_far += 1
         for act in begin:
             begun.add(act(self._members))
         limit = getattr(opts, "timeout", None)
         seconds = limit.total_seconds() if isinstance(limit, timedelta) else 0.0
         return Work(f"{what} of process group {self._label!r}", begun, outputs, seconds if seconds > 0 else self._limit)
 
-    def allreduce(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
+    def allreduce(self, tensors: Any, opts: Any = None, *_: Any, operator: str = "allreduce_") -> Work:
         tensors, op = _listed(tensors), _op_of(opts)
         will_wait = not getattr(opts, "asyncOp", True)
-        return self._run("all_reduce", opts, tensors, *[lambda g, t=t: g.all_reduce(t, op, will_wait=will_wait) for t in tensors])
+        return self._run("all_reduce", opts, tensors, *[lambda g, t=t: g.all_reduce(t, op, will_wait=will_wait) for t in tensors],
+                         operator=operator)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
-        return self.allreduce(tensors, opts)
+        return self.allreduce(tensors, opts, operator="allreduce_coalesced_")
 
     def broadcast(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
         tensors, root = _listed(tensors), opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
-        return self._run("broadcast", opts, tensors, *[lambda g, t=t: g.broadcast(t, root) for t in tensors])
+        return self._run("broadcast", opts, tensors, *[lambda g, t=t: g.broadcast(t, root) for t in tensors], operator="broadcast_")
 
     def reduce(self, tensors: Any, opts: Any = None, *_: Any) -> Work:
         tensors = _listed(tensors)
-        return self._run("reduce", opts, tensors, *[lambda g, t=t: g.reduce(t, opts.rootRank, _op_of(opts)) for t in tensors])
+        return self._run("reduce", opts, tensors, *[lambda g, t=t: g.reduce(t, opts.rootRank, _op_of(opts)) for t in tensors],
+                         operator="reduce_")
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        return self._run("all_gather", opts, outputs, *[lambda g, o=o, i=i: g.all_gather(o, i) for o, i in zip(outputs, inputs, strict=True)])
+        return self._run("all_gather", opts, outputs,
+                         *[lambda g, o=o, i=i: g.all_gather(o, i) for o, i in zip(outputs, inputs, strict=True)], operator="allgather_")
 
     def allgather_coalesced(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         """``outputs[r][i]`` is worker r's ``inputs[i]``."""
@@ -110,29 +181,32 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
 
     def all_gather_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         return self._run("all_gather_into_tensor", opts, outputs,
-                         *[lambda g, o=o, i=i: g.all_gather_single(o, i) for o, i in zip(outputs, inputs, strict=True)])
+                         *[lambda g, o=o, i=i: g.all_gather_single(o, i) for o, i in zip(outputs, inputs, strict=True)],
+                         operator="_allgather_base_" if len(outputs) == 1 else "allgather_into_tensor_coalesced_")
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Work:
         mine = outputs[0] if outputs else []
-        return self._run("gather", opts, outputs, lambda g: g.gather(mine, inputs[0], opts.rootRank))
+        return self._run("gather", opts, outputs, lambda g: g.gather(mine, inputs[0], opts.rootRank), operator="gather_")
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> Work:
         theirs = inputs[0] if inputs else []
-        return self._run("scatter", opts, outputs, lambda g: g.scatter(outputs[0], theirs, opts.rootRank))
+        return self._run("scatter", opts, outputs, lambda g: g.scatter(outputs[0], theirs, opts.rootRank), operator="scatter_")
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
         return self._run("reduce_scatter", opts, outputs,
-                         *[lambda g, o=o, i=i: g.reduce_scatter(o, i, _op_of(opts)) for o, i in zip(outputs, inputs, strict=True)])
+                         *[lambda g, o=o, i=i: g.reduce_scatter(o, i, _op_of(opts)) for o, i in zip(outputs, inputs, strict=True)],
+                         operator="reduce_scatter_")
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [given], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         return self._run("reduce_scatter_tensor", opts, outputs,
-                         *[lambda g, o=o, i=i: g.reduce_scatter_single(o, i, _op_of(opts)) for o, i in zip(outputs, inputs, strict=True)])
+                         *[lambda g, o=o, i=i: g.reduce_scatter_single(o, i, _op_of(opts)) for o, i in zip(outputs, inputs, strict=True)],
+                         operator="_reduce_scatter_base_" if len(outputs) == 1 else "reduce_scatter_tensor_coalesced_")
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        return self._run("all_to_all", opts, outputs, lambda g: g.all_to_all(outputs, inputs))
+        return self._run("all_to_all", opts, outputs, lambda g: g.all_to_all(outputs, inputs), operator="alltoall_")
 
     def all_to_all_single(
         self, output: torch.Tensor, given: torch.Tensor, output_sizes: list[int] | None = None, input_sizes: list[int] | None = None,
@@ -141,7 +215,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
         def begin(group: Group) -> Collective:
             return group.all_to_all(_rows(output, output_sizes, group.size, "output"), _rows(given, input_sizes, group.size, "input"))
 
-        return self._run("all_to_all_single", opts, [output], begin)
+        return self._run("all_to_all_single", opts, [output], begin, operator="alltoall_base_")
 
     def barrier(self, opts: Any = None, *_: Any) -> Work:
         return self._run("barrier", opts, [], lambda g: g.barrier())
@@ -166,6 +240,18 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
 
     def monitored_barrier(self, *_: Any, **__: Any) -> NoReturn:
         _refuse("monitored_barrier", "barrier() names who is missing after BPSX_STALL_WARN_SECONDS; else ")
+
+    def split_group(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse("split_group")
+
+    def merge_remote_group(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse("merge_remote_group")
+
+    def _register_on_completion_hook(self, *_: Any) -> NoReturn:
+        _refuse("_register_on_completion_hook", "Work.get_future().then() tells of the end; else ")
+
+    def _wait_for_pending_works(self) -> NoReturn:
+        _refuse("_wait_for_pending_works", "wait for the works that the collectives return; else ")
 
     def abort(self) -> NoReturn:
         _refuse("abort", "bpsx.torch.shutdown() ends everything that is under way; else ")
@@ -195,12 +281,28 @@ def create(options: Any, _: Any) -> ProcessGroup:
                    "torch.distributed.new_group(…, backend=\"gloo\")")
         # Now an exception would reach members only, and the others may wait for them in new_group.
         warnings.warn(f"backend \"bpsx\": this group's collectives will be refused: {refused}", stacklevel=4)
-    return ProcessGroup(str(options.group_id), rank, size, options.timeout, refused)
+    return ProcessGroup(str(options.group_id), rank, size, options.timeout, refused, options.store)
 
 
 def register() -> None:
     """Let ``torch.distributed`` know the backend. For the import of bpsx.torch, once."""
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+    module: Any = dist.distributed_c10d
+    if hasattr(module, "_set_pg_timeout"):
+        module._set_pg_timeout = _extended(module._set_pg_timeout)
+
+
+def _extended(original: Callable[..., None]) -> Callable[..., None]:
+    """PyTorch's ``_set_pg_timeout``, which knows only its own backends, for groups of this one, too."""
+    @functools.wraps(original)
+    def set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
+        chosen = group if group is not None or not dist.is_initialized() else dist.group.WORLD
+        if isinstance(chosen, ProcessGroup):
+            chosen.set_timeout(timeout)
+        else:
+            original(timeout, group)
+
+    return set_pg_timeout
 
 
 def _refuse(what: str, instead: str = "") -> NoReturn:

@@ -143,12 +143,12 @@ class Work(dist.Work):  # type: ignore[misc]    # PyTorch is not looked into
         """A future of the output tensors. Its error is a RuntimeError with bpsx's text."""
         with self._lock:
             if self._future is None:
-                self._future = COMPLETER.future_of(_Waiting(self), lambda _: self._outputs, at_once=not self._begun.finish and self.done(),
+                self._future = COMPLETER.future_of(Waiting(self), lambda _: self._outputs, at_once=not self._begun.finish and self.done(),
                                                    device=next((t.device for t in self._outputs if isinstance(t, torch.Tensor)), None))
             return self._future
 
 
-class _Waiting:
+class Waiting:
     """A work as a :class:`~bpsx.torch.ops.Handle`; its timeout is its own."""
 
     def __init__(self, work: Work) -> None:
