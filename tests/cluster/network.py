@@ -43,6 +43,10 @@ class Network(Links):
         for hook, side in (("input", "iifname"), ("output", "oifname")):
             run(*self.prefix(name), "nft", _DROP.format(hook, f"{side} net0"))
 
+    def drop(self, name: str, hook: str, packets: str) -> None:
+        """Drop what reaches ("input") or leaves ("output") ``name`` and is as ``packets`` says in nftables' language."""
+        run(*self.prefix(name), "nft", _DROP.format(hook, packets))
+
     def mend(self, name: str) -> None:
         run(*self.prefix(name), "nft", "delete table inet cut")
 

@@ -44,6 +44,8 @@ def open_socket(context: zmq.Context[Any], kind: int, config: Config) -> Socket:
     if config.heartbeat_interval > 0:
         opened.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(config.heartbeat_interval * 1000)))
         opened.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(config.heartbeat_timeout * 1000)))
+        # Heartbeats queue behind data that the kernel cannot deliver, so what stays unacknowledged ends the connection, too.
+        opened.setsockopt(zmq.TCP_MAXRT, max(1, int(config.heartbeat_timeout * 1000)))
     if kind == zmq.ROUTER:
         opened.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         opened.setsockopt(zmq.BACKLOG, BACKLOG)

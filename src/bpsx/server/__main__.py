@@ -21,6 +21,7 @@ from bpsx.logs import configure
 from bpsx.rendezvous.client import Link
 from bpsx.reporting import Reporter
 from bpsx.server._engine import Lane
+from bpsx.server.broken import Broken
 from bpsx.transports import open_endpoint
 from bpsx.transports.base import Endpoint
 
@@ -44,6 +45,7 @@ class Server:
         self._threads: list[threading.Thread] = []
         self._link: Link
         self._reporter: Reporter
+        self._broken: Broken
 
     def run(self) -> int:
         """Join the job and sum until it ends; returns the exit status. Raises :class:`~bpsx.errors.BpsxError` if it never begins."""
@@ -66,9 +68,10 @@ class Server:
             self._reporter = Reporter(config, "server", welcome["rank"], host, writers=len(endpoints), workers=welcome["workers"],
                                       processes=welcome["processes"])
             self._reporter.attach(link.send, self._stats, welcome["job"])
+            self._broken = Broken(endpoints, welcome["names"]["worker"], welcome["processes"], config.heartbeat_timeout)
             try:
                 self._start_lanes(endpoints, welcome)
-                link.start(self._handle, lost=self._alone, tick=self._reporter.tick)
+                link.start(self._handle, lost=self._alone, tick=self._tick, watch=(self._broken.descriptor, self._broken.look))
             except Exception as error:      # no more threads, no memory: nobody would hear of this server's end
                 self._end_lanes()
                 link.abandon(f"this server cannot start: {in_short(error)}")
@@ -150,6 +153,7 @@ class Server:
         kind = message["type"]
         if kind == "LEFT":
             connections.info("worker %d has left", message["rank"])
+            self._broken.left(message["rank"])
             for lane in self._lanes:
                 lane.gone(message["rank"])
         elif kind == "JOINED":
@@ -165,6 +169,11 @@ class Server:
             self._over.set()
         else:
             self._reporter.handle(message)
+
+    def _tick(self) -> None:
+        if text := self._broken.verdict():
+            self._lost(text)
+        self._reporter.tick()
 
     def _alone(self, text: str) -> None:
         """The scheduler is gone. The workers see that themselves, so nothing is left to wait for."""

@@ -17,13 +17,15 @@ from zmq.utils.monitor import parse_monitor_message
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy
 from posix.unistd cimport close as close_descriptor
 
-from bpsx.core.sync cimport atomic_add, atomic_load
+from bpsx.core.sync cimport atomic_add, atomic_load, atomic_store
 from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
 
 from bpsx import secret as secrets
+from bpsx.config import MOST_WORKERS
 from bpsx.errors import TransportError
 from bpsx.transports import door
 from bpsx.transports.address import is_ipv6, join_host_port, resolve, send_buffer, tcp_url
@@ -60,6 +62,7 @@ ctypedef struct LibZmq:
     int (*msg_recv)(zmq_msg_t *, void *, int) noexcept nogil
     int (*msg_close)(zmq_msg_t *) noexcept nogil
     int (*msg_more)(const zmq_msg_t *) noexcept nogil
+    int (*msg_get)(const zmq_msg_t *, int) noexcept nogil
     void *(*msg_data)(zmq_msg_t *) noexcept nogil
     size_t (*msg_size)(const zmq_msg_t *) noexcept nogil
     int (*poll)(zmq_pollitem_t *, int, long) noexcept nogil
@@ -69,6 +72,7 @@ cdef enum:
     ZMQ_DONTWAIT = 1
     ZMQ_SNDMORE = 2
     ZMQ_POLLIN = 1
+    ZMQ_SRCFD = 2
     ID_BYTES = 13
     ID_TAG = 1                  # ZeroMQ reserves ids that begin with a zero byte
 
@@ -92,6 +96,7 @@ def _load() -> None:
     lib.msg_recv = <int (*)(zmq_msg_t *, void *, int) noexcept nogil><uintptr_t>address("msg_recv")
     lib.msg_close = <int (*)(zmq_msg_t *) noexcept nogil><uintptr_t>address("msg_close")
     lib.msg_more = <int (*)(const zmq_msg_t *) noexcept nogil><uintptr_t>address("msg_more")
+    lib.msg_get = <int (*)(const zmq_msg_t *, int) noexcept nogil><uintptr_t>address("msg_get")
     lib.msg_data = <void *(*)(zmq_msg_t *) noexcept nogil><uintptr_t>address("msg_data")
     lib.msg_size = <size_t (*)(const zmq_msg_t *) noexcept nogil><uintptr_t>address("msg_size")
     lib.poll = <int (*)(zmq_pollitem_t *, int, long) noexcept nogil><uintptr_t>address("poll")
@@ -105,6 +110,8 @@ cdef struct State:
     int wake_fd
     uint64_t job
     int64_t malformed
+    int64_t *descriptors        # of workers, by rank, +1, as seen with the first message; only a lane has them
+    uint32_t n_descriptors
 
 
 cdef inline void put_id(State *s, char *out, uint32_t index) noexcept nogil:
@@ -195,6 +202,8 @@ cdef int zmq_receive(void *self, Message *m) noexcept nogil:
         if receive_frame(s, head) != 0:
             return 0
         m.has_body = False
+        if m.peer < s.n_descriptors and s.descriptors[m.peer] == 0:     # written once: connections are not made again
+            atomic_store(&s.descriptors[m.peer], lib.msg_get(head, ZMQ_SRCFD) + 1)
         if lib.msg_more(head):
             if receive_frame(s, body) != 0:
                 lib.msg_close(head)
@@ -282,6 +291,8 @@ cdef class ZeroMQEndpoint:
         if heartbeat_interval > 0:
             socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(heartbeat_interval * 1000)))
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(heartbeat_timeout * 1000)))
+            # Heartbeats queue behind data that the kernel cannot deliver, so what stays unacknowledged ends the connection, too.
+            socket.setsockopt(zmq.TCP_MAXRT, max(1, int(heartbeat_timeout * 1000)))
         self.state.socket = <void *><uintptr_t>socket.underlying
         self.table.self = &self.state
         self.table.send = zmq_send
@@ -301,6 +312,10 @@ cdef class ZeroMQEndpoint:
             raise TransportError(f"cannot listen on {host}: {e}; name another address with DMLC_NODE_HOST") from e
         port = self.socket.getsockopt(zmq.LAST_ENDPOINT).rsplit(b":", 1)[1].strip(b"\0")
         self.address = join_host_port(host, int(port))
+        self.state.descriptors = <int64_t *>calloc(MOST_WORKERS, sizeof(int64_t))
+        if self.state.descriptors == NULL:
+            raise MemoryError("no memory for the connections of workers")
+        self.state.n_descriptors = MOST_WORKERS
         self._open()
         return self.address
 
@@ -375,8 +390,18 @@ cdef class ZeroMQEndpoint:
         found = []
         while self.monitor_socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event = parse_monitor_message(self.monitor_socket.recv_multipart(zmq.DONTWAIT))
-            found.append(self.peers.get(event["endpoint"].decode("utf-8", "replace").removeprefix("tcp://"), -1))
+            found.append(self._worker_at(event["value"]) if self.address else
+                         self.peers.get(event["endpoint"].decode("utf-8", "replace").removeprefix("tcp://"), -1))
         return found
+
+    def _worker_at(self, int64_t descriptor):
+        """The rank of the worker that spoke to this lane on ``descriptor``, which is closed; -1: nobody who has."""
+        cdef uint32_t rank
+        for rank in range(self.state.n_descriptors):
+            if atomic_load(&self.state.descriptors[rank]) == descriptor + 1:
+                atomic_store(&self.state.descriptors[rank], -1)
+                return rank
+        return -1
 
     @property
     def wake_descriptor(self) -> int:
@@ -418,3 +443,4 @@ cdef class ZeroMQEndpoint:
         # ends, this module's names may have gone before us.
         if self.state.wake_fd >= 0:
             close_descriptor(self.state.wake_fd)
+        free(self.state.descriptors)
