@@ -22,6 +22,7 @@ from bpsx.dtypes import BY_CODE, BY_NAME, FLOAT_CODES, dtype_named
 from bpsx.forking import keep_from_children
 from bpsx.host import keep_memory, own_host, require_descriptors
 from bpsx.joining import Joining
+from bpsx.lane_contact import connect_lanes, greet_lanes
 from bpsx.logs import configure
 from bpsx.neighbourhood import Neighbourhood
 from bpsx.partitioner import whole_pages
@@ -98,7 +99,9 @@ class Session:
             watched = (self._endpoint.watch(), self._look_for_broken) if self._near.has_lanes else None
             keep_from_children([link.address, *(address for _, address in self._lanes)])
             self._greet(link)
-        except BaseException:
+        except BaseException as e:
+            if isinstance(e, errors.BpsxError):     # the others shall hear the cause, not only of our end
+                link.give_up(str(e))
             for name in ("_core", "_endpoint", "_near"):    # as far as it came
                 if hasattr(self, name):
                     getattr(self, name).close()
@@ -117,8 +120,7 @@ class Session:
         near.meet(job, self._endpoint.wake_descriptor, lambda: self._hear_of_a_loss(link))
         if near.has_lanes:
             self._endpoint.join(job, near.sender)
-        for i, (_, address) in enumerate(self._lanes):
-            self._endpoint.connect(i, address)
+        connect_lanes(f"worker {self.rank}", [(self._lane_name(i), address) for i, (_, address) in enumerate(self._lanes)], self._endpoint.connect)
         beside = {server for server, address in dict(self._lanes).items() if is_here(address)}       # one lane says it for all of a server
         self._core = Core(self._endpoint, rank=near.sender, job=job, lanes=[server for server, _ in self._lanes], beside=beside,
                           spin_us=config.spin_us, credit=config.scheduling_credit * whole_pages(config.partition_bytes),
@@ -133,19 +135,17 @@ class Session:
 
     def _greet(self, link: Link) -> None:
         """Make sure that every lane can be reached, listening to the scheduler meanwhile: somebody may die right now."""
-        end = time.monotonic() + self.config.rendezvous_timeout
+        lanes = [(self._lane_name(i), address) for i, (_, address) in enumerate(self._lanes)]
         addresses, secret = [address for _, address in self._lanes], self.config.secret_bytes
-        while True:
-            silent = self._core.greet(0.5, addresses, secret)
-            if not silent:
-                connections.info("connected to %s", ", ".join(self._lane_name(i) for i in range(len(self._lanes))))
-                return
+
+        def broken() -> str:
             self._look_for_broken()
-            if self._broken is not None and time.monotonic() - self._broken[0] >= VERDICT_SECONDS:
-                raise errors.RendezvousError(f"worker {self.rank}: {self._broken[1]} before it had answered; do all share BPSX_SECRET?")
-            self._hear_of_a_loss(link)
-            if time.monotonic() >= end:
-                raise errors.RendezvousError(f"worker {self.rank}: no answer from " + ", ".join(self._lane_name(i) for i in silent))
+            late = self._broken is not None and time.monotonic() - self._broken[0] >= VERDICT_SECONDS
+            return self._broken[1] if self._broken is not None and late else ""
+
+        greet_lanes(f"worker {self.rank}", lanes, lambda: self._core.greet(0.5, addresses, secret), broken, lambda: self._hear_of_a_loss(link),
+                    self.config.rendezvous_timeout)
+        connections.info("connected to %s", ", ".join(name for name, _ in lanes))
 
     def _lane_name(self, lane: int) -> str:
         server, address = self._lanes[lane]

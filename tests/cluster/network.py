@@ -14,7 +14,7 @@ from bench.network import Links, run
 from bench.report import BenchError
 from jobs import Job
 
-_DROP = "add table inet cut; add chain inet cut {0} {{ type filter hook {0} priority 0; }}; add rule inet cut {0} {1} drop"
+_RULE = "add table inet cut; add chain inet cut {0} {{ type filter hook {0} priority 0; }}; add rule inet cut {0} {1}"
 
 
 def why_not() -> str:
@@ -24,7 +24,7 @@ def why_not() -> str:
         return reason or "not installed: nft"
     try:
         with Links(["try"]) as links:
-            run(*links.prefix("try"), "nft", _DROP.format("input", ""))
+            run(*links.prefix("try"), "nft", _RULE.format("input", "drop"))
     except BenchError as e:
         return f"this kernel does not allow it: {e}"
     return ""
@@ -41,11 +41,11 @@ class Network(Links):
     def cut(self, name: str) -> None:
         """Drop every packet from and to ``name``, silently. What others send each other across the hub's bridge still passes."""
         for hook, side in (("input", "iifname"), ("output", "oifname")):
-            run(*self.prefix(name), "nft", _DROP.format(hook, f"{side} net0"))
+            run(*self.prefix(name), "nft", _RULE.format(hook, f"{side} net0 drop"))
 
-    def drop(self, name: str, hook: str, packets: str) -> None:
-        """Drop what reaches ("input") or leaves ("output") ``name`` and is as ``packets`` says in nftables' language."""
-        run(*self.prefix(name), "nft", _DROP.format(hook, packets))
+    def filter(self, name: str, hook: str, rule: str) -> None:
+        """Have ``name`` treat what reaches it ("input") or leaves it ("output") as ``rule`` says in nftables' language."""
+        run(*self.prefix(name), "nft", _RULE.format(hook, rule))
 
     def mend(self, name: str) -> None:
         run(*self.prefix(name), "nft", "delete table inet cut")

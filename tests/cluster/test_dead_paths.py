@@ -40,7 +40,7 @@ def test_a_dead_data_path_ends_the_job_and_is_named(cut, transport):
             worker.wait_for_line("running")
         hook, packets = _CUTS[cut]
         began = time.time()
-        network.drop("server 0", hook, packets.format(port))
+        network.filter("server 0", hook, packets.format(port) + " drop")
         statuses = [p.wait(40) for p in job.processes]
         assert all(statuses), "\n".join(p.text() for p in job.processes)
         for worker in job.workers:

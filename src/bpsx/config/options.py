@@ -18,6 +18,7 @@ from bpsx.config.parsers import (
     integer,
     modules,
     number,
+    port_range,
     ranks,
     zero_or,
 )
@@ -67,6 +68,9 @@ OPTIONS: tuple[Option, ...] = (
     Option("root_uri", "DMLC_PS_ROOT_URI", str, None, "address or host name", "Where the scheduler listens.", JOB),
     Option("root_port", "DMLC_PS_ROOT_PORT", integer(0, 65535), None, "0..65535",
            "The scheduler's port. With 0 the scheduler takes a free one and prints it.", JOB),
+    Option("ports", "BPSX_PORTS", port_range, None, "LOW-HIGH, or one port",
+           "The ports that this process may listen on, where no other option names one: servers' lanes, a scheduler with port 0, "
+           "BPSX_METRICS_PORT=0. Default: any free one. See ports.md.", JOB),
     Option("num_worker", "DMLC_NUM_WORKER", integer(1, 65535), 1, "1..65535", "Number of worker machines.", JOB),
     Option("num_server", "DMLC_NUM_SERVER", integer(0, 65535), None, "0..65535",
            "Number of server processes; required unless a single worker runs without servers.", JOB),

@@ -79,6 +79,15 @@ def host_port(text: str) -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
+def port_range(text: str) -> range:
+    """``LOW-HIGH``, or one port."""
+    low, dash, high = text.strip().partition("-")
+    first, last = int(low), int(high) if dash else int(low)
+    if not 1 <= first <= last <= 65535:
+        raise ValueError
+    return range(first, last + 1)
+
+
 def cpu_list(text: str) -> frozenset[int]:
     """Logical CPUs from text as the kernel writes it: ``0-3,8``. Raises :class:`ValueError`."""
     found: set[int] = set()

@@ -10,9 +10,10 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bpsx import __version__
 from bpsx.config import OPTIONS, Config, Option, cache_dir, child_environment, faults, runtime_dir
@@ -20,6 +21,7 @@ from bpsx.errors import BpsxError, ConfigError
 from bpsx.host import own_host
 from bpsx.launch.observe import Observer
 from bpsx.transports.address import inet6_addresses, interface_address, is_loopback, join_host_port, own_address_towards, resolve
+from bpsx.transports.reach import unreachable
 
 #: Documentation addresses: no such host exists, but a route to it says which address faces the rest of the world.
 _SOMEWHERE = ("192.0.2.1", "2001:db8::1")
@@ -173,7 +175,9 @@ def _scheduler(report: Report, config: Config) -> None:
         with socket.create_connection((address, port), timeout=_ANSWER_SECONDS):
             pass
         with Observer(config) as observer:      # whether it lets us in, too
-            report.add("network", "scheduler answers", f"yes, the job is {observer.ask()['state']}")
+            view = observer.ask()
+        report.add("network", "scheduler answers", f"yes, the job is {view['state']}")
+        lanes(report, view["nodes"])
     except BpsxError as error:
         report.add("network", "scheduler answers", "no")
         report.problems.append(str(error))
@@ -181,6 +185,18 @@ def _scheduler(report: Report, config: Config) -> None:
         report.add("network", "scheduler answers", f"no: {error}")
         report.problems.append(f"the scheduler at {join_host_port(address, port)} does not answer ({error}): start it first, or open the port "
                                "in the firewall; doctor sees it only while a job runs")
+
+
+def lanes(report: Report, nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Whether this machine reaches every lane of the servers among ``nodes``, as in a scheduler's VIEW."""
+    names = {lane: f"server {n['rank']} at {lane}" for n in nodes if n["role"] == "server" and n["state"] != "left" for lane in n["lanes"]}
+    if not names:
+        return
+    silent = unreachable(names, _ANSWER_SECONDS)
+    report.add("network", "lanes of servers", f"{len(names) - len(silent)} of {len(names)} can be reached")
+    for lane, why in silent.items():
+        report.problems.append(f"this machine cannot reach {names[lane]} ({why}): open the ports of servers in the firewall (docs/ports.md; "
+                               "BPSX_PORTS chooses them)")
 
 
 def _own(report: Report, config: Config, why: str) -> None:

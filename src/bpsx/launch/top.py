@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from bpsx.errors import RendezvousError
+from bpsx.launch.lanes import Lanes
 from bpsx.launch.observe import Observer, add_job_arguments, find
 
 _HEAD = ("role", "rank", "host", "pid", "state", "in MB/s", "out MB/s", "push_pulls/s", "rounds/s", "queue", "waiting")
@@ -82,6 +83,7 @@ def lines(view: Mapping[str, Any], where: str) -> list[str]:
                    f"{late['behind'] * 1000:.1f} ms after the one before it")
     elif view["state"] == "running":
         out.append("slowest: no worker keeps the others waiting")
+    out += [f"cannot be reached from this machine: {lane}" for lane in view.get("unreachable", ())]
     for node in view["nodes"]:
         for tensor, round_, seconds in node["waits"]:
             out.append(f"stalled: worker {node['rank']} has waited {seconds:.0f} s for tensor {tensor!r}, round {round_}")
@@ -188,7 +190,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _live(observer: Observer, interval: float, keys: bool) -> tuple[int, list[str]]:
     """Refresh until q or the job's end; the exit status and what was shown last."""
-    rates = Rates()
+    rates, lanes = Rates(), Lanes()
     shown: list[str] = []
     while True:
         try:
@@ -198,7 +200,7 @@ def _live(observer: Observer, interval: float, keys: bool) -> tuple[int, list[st
                 raise
             status, text = _silence(observer, e)
             return status, [*shown, text]
-        shown = lines(view, observer.where)
+        shown = lines({**view, "unreachable": lanes.of(view)}, observer.where)
         _draw(shown)
         if view["state"] in ("done", "failed"):
             return int(view["state"] == "failed"), shown
@@ -215,7 +217,7 @@ def _silence(observer: Observer, error: RendezvousError) -> tuple[int, str]:
 
 def _plain(observer: Observer, options: argparse.Namespace) -> int:
     """Lines for pipes and programs."""
-    rates = Rates()
+    rates, lanes = Rates(), Lanes()
     looks = 0
     while True:
         try:
@@ -227,8 +229,10 @@ def _plain(observer: Observer, options: argparse.Namespace) -> int:
             print(f"bpsx-run top: {text}", file=sys.stderr)
             return status
         looks += 1
+        view["unreachable"] = lanes.of(view)
         over = view["state"] in ("done", "failed")
         complete = any(n["rates"] for n in view["nodes"]) or view["state"] != "running" or looks > 5
+        complete = complete and not lanes.pending
         if not options.once or over or complete:
             view.pop("type", None)
             print(json.dumps(view) if options.json else "\n".join(lines(view, observer.where)), flush=True)

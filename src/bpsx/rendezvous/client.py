@@ -27,6 +27,7 @@ from bpsx.transports.address import is_ipv6, join_host_port, tcp_url
 
 log = logging.getLogger("bpsx.link")
 TICK = 1.0
+_GOODBYE_SECONDS, _MOST_FAILURE = 2.0, 4096
 
 
 class Link:
@@ -46,6 +47,7 @@ class Link:
         self._outbox: deque[bytes] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopping = False
+        self._joined = False
         self._descriptor = -1       # of the connection on which the hub spoke to us
         self._refusals = 0          # handshakes that have failed in a row
         self._refused = False       # the end of a connection that follows is that of one which never was
@@ -111,6 +113,7 @@ class Link:
                 raise kind(f"{who}: {by}{message['reason']}")
             elif message["type"] == "WELCOME":
                 log.info("%s: the job is complete", who)
+                self._joined = True
                 return message
 
     def _receive(self, timeout: float) -> dict[str, Any] | None:
@@ -233,11 +236,18 @@ class Link:
             self.send("BYE", failure=failure)
         return self.goodbye.wait(timeout)
 
-    def abandon(self, failure: str) -> None:
-        """Tell the hub why this node gives up; :meth:`stop` sends it out. For a link whose thread does not run."""
-        if self._thread is None and not self._context.closed:
-            with contextlib.suppress(zmq.ZMQError):
-                self._socket.send(messages.encode("BYE", failure=failure), zmq.NOBLOCK)
+    def give_up(self, failure: str) -> None:
+        """Leave the job between :meth:`join` and :meth:`start`, and have the others hear why. Waits a little for the answer: a connection that ends
+        first would be all that they hear of."""
+        if not self._joined:
+            return
+        self._socket.send(messages.encode("BYE", failure=failure[:_MOST_FAILURE]))
+        end = time.monotonic() + _GOODBYE_SECONDS
+        with contextlib.suppress(messages.BadMessage):
+            while (left := end - time.monotonic()) > 0 and not self._disconnected():
+                message = self._receive(left)
+                if message is not None and message["type"] == "GOODBYE":
+                    return
 
     def stop(self) -> None:
         """End the thread, flush what is to be sent, close. Idempotent. Not from the control thread."""

@@ -28,6 +28,7 @@ from bpsx.rendezvous.observers import KINDS, Observers
 from bpsx.rendezvous.refusals import EVENTS, Refusals
 from bpsx.rendezvous.sockets import open_socket
 from bpsx.transports.address import is_ipv6, resolve, tcp_url
+from bpsx.transports.ports import bind_one
 
 log = logging.getLogger("bpsx.scheduler")
 connections = logging.getLogger("bpsx.connections")
@@ -63,7 +64,7 @@ class Hub:
         )
         self._observers = Observers(self._members, config.root_uri)
         try:
-            self._exporter = Exporter.serving(config.metrics_port, self._observers)
+            self._exporter = Exporter.serving(config.metrics_port, self._observers, config.ports or ())
         except TransportError:
             self._socket.disable_monitor()
             self._context.destroy(0)
@@ -83,7 +84,11 @@ class Hub:
         allow_descriptors()
         self._socket.setsockopt(zmq.IPV6, int(is_ipv6(host)))
         try:
-            self._socket.bind(tcp_url(host, self._config.root_port or "*"))
+            bind_one((self._config.ports or ()) if not self._config.root_port else (),
+                     lambda port: self._socket.bind(tcp_url(host, self._config.root_port or port or "*")))
+        except TransportError:
+            self._context.destroy(0)
+            raise
         except zmq.ZMQError as e:
             self._context.destroy(0)
             raise TransportError(f"the scheduler cannot listen on {host}:{self._config.root_port} (DMLC_PS_ROOT_URI, "

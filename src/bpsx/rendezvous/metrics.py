@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socket import AF_INET, AF_INET6
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from bpsx.errors import TransportError
 from bpsx.rendezvous.observers import Observers
 from bpsx.transports.address import is_ipv6, join_host_port
+from bpsx.transports.ports import bind_one
 
 log = logging.getLogger("bpsx.metrics")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -149,10 +150,13 @@ class _Handler(BaseHTTPRequestHandler):
 class Exporter:
     """Serves the metrics over HTTP from a daemon thread until :meth:`close`."""
 
-    def __init__(self, host: str, port: int, observers: Observers) -> None:
-        """Raises :class:`~bpsx.errors.TransportError` if it cannot listen there."""
+    def __init__(self, host: str, port: int, observers: Observers, ports: Sequence[int] = ()) -> None:
+        """Port 0: the first free one of ``ports``, else of the system's choice. Raises :class:`~bpsx.errors.TransportError` if it cannot listen
+        there."""
         try:
-            self._server = _Server(host, port, observers)
+            self._server = bind_one(() if port else ports, lambda free: _Server(host, port or free, observers))
+        except TransportError:
+            raise
         except OSError as e:
             raise TransportError(f"BPSX_METRICS_PORT={join_host_port(host, port)}: cannot listen there: {e}") from e
         self.port = int(self._server.server_address[1])
@@ -161,9 +165,9 @@ class Exporter:
         log.info("metrics at http://%s/metrics", join_host_port(host, self.port))
 
     @classmethod
-    def serving(cls, where: tuple[str, int] | None, observers: Observers) -> Exporter | None:
+    def serving(cls, where: tuple[str, int] | None, observers: Observers, ports: Sequence[int] = ()) -> Exporter | None:
         """One at ``where`` (host, port), or none."""
-        return cls(*where, observers) if where is not None else None
+        return cls(*where, observers, ports) if where is not None else None
 
     def close(self) -> None:
         """Stop listening."""

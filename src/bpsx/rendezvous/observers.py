@@ -74,7 +74,7 @@ class Observers:
             found = self._stats.get(node.ident)
             state = "left" if node.left else "running" if members.state == "running" else members.state
             nodes.append({
-                "role": node.role, "rank": node.rank, "host": node.host, "pid": node.pid, "state": state,
+                "role": node.role, "rank": node.rank, "host": node.host, "pid": node.pid, "state": state, "lanes": node.lanes,
                 "at": found["at"] if found else 0, "age": round(now - found["here"], 3) if found else None,
                 "values": found["values"] if found else {}, "late": found["late"] if found else [],
                 "waits": members.waits(node.rank) if node.role == "worker" else [],

@@ -61,7 +61,7 @@ class Server:
             self._link = link
             # While the others are still coming; later, strangers' connections may have used up the descriptors that loading needs.
             with loading(*BY_CODE, codecs=True):
-                welcome = link.join("server", -1, host, [e.bind(host) for e in endpoints])
+                welcome = link.join("server", -1, host, [e.bind(host, config.ports or ()) for e in endpoints])
                 for i, endpoint in enumerate(endpoints):    # before anything that takes time: workers are at the door, and do not wait for long
                     endpoint.join(welcome["job"], i)
             self._joined = True
@@ -74,7 +74,7 @@ class Server:
                 link.start(self._handle, lost=self._alone, tick=self._tick, watch=(self._broken.descriptor, self._broken.look))
             except Exception as error:      # no more threads, no memory: nobody would hear of this server's end
                 self._end_lanes()
-                link.abandon(f"this server cannot start: {in_short(error)}")
+                link.give_up(f"this server cannot start: {in_short(error)}")
                 raise BpsxError(f"cannot start: {in_short(error)}") from error
             self._wait()
             self._stop(link)

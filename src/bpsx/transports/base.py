@@ -6,6 +6,7 @@ a lane knows workers by rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 
@@ -21,8 +22,9 @@ class Endpoint(Protocol):
     malformed: int
     """Messages that were dropped because they made no sense to the transport."""
 
-    def bind(self, host: str) -> str:
-        """Listen on ``host`` at a free port; returns the address. Raises :class:`~bpsx.errors.TransportError`."""
+    def bind(self, host: str, ports: Sequence[int] = ()) -> str:
+        """Listen on ``host`` at the first free one of ``ports``, else at any free
+        port; returns the address. Raises :class:`~bpsx.errors.TransportError`."""
 
     def join(self, job: int, rank: int) -> None:
         """The job's number, and the rank under which lanes shall know this endpoint; before :meth:`connect` and the first message."""

@@ -11,13 +11,15 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from bpsx import secret
 from bpsx.config import MOST_WORKERS
 from bpsx.errors import TransportError
 from bpsx.transports.address import is_ipv6, resolve
 from bpsx.transports.door import HANDSHAKE_MS, Refusals, token
+from bpsx.transports.ports import bind_one
+from bpsx.transports.reach import explain
 
 #: Magic and version, the worker's rank, its token.
 _GREETING = struct.Struct("<8sI64s")
@@ -29,6 +31,22 @@ _MOST_WAITING = 4096
 _MOST_SECONDS, _MOST_PROBES = 32767, 127
 #: Seconds for making a connection, and for the greeting.
 PATIENCE = HANDSHAKE_MS / 1000
+
+
+class Unreachable(TransportError):
+    """No connection to a lane can be made, and the lane is not known to be gone."""
+
+    def __init__(self, address: str, why: str) -> None:
+        super().__init__(f"cannot connect to {address}: {why}")
+        self.why = why
+
+
+def require_presence(address: str, error: OSError) -> None:
+    """Raise :class:`Unreachable` unless a lane whose connection fails with ``error`` may have died: then the scheduler says so, which knows best."""
+    if isinstance(error, TimeoutError):
+        raise Unreachable(address, "no answer; a firewall?") from error
+    if not isinstance(error, ConnectionError):
+        raise Unreachable(address, explain(error.errno) if error.errno else str(error)) from error
 
 
 def greeting(key: bytes, job: int, address: str, rank: int) -> bytes:
@@ -74,11 +92,14 @@ def dial(address: str, key: bytes, job: int, rank: int, before: Callable[[socket
     return made
 
 
-def listen(host: str) -> socket.socket:
-    """At a port that the system chooses. Raises :class:`~bpsx.errors.TransportError`."""
+def listen(host: str, ports: Sequence[int] = ()) -> socket.socket:
+    """At the first free one of ``ports``, else at one that the system chooses. Raises :class:`~bpsx.errors.TransportError`."""
     bare = host.strip("[]")
+    family = socket.AF_INET6 if is_ipv6(bare) else socket.AF_INET
     try:
-        return socket.create_server((bare, 0), family=socket.AF_INET6 if is_ipv6(bare) else socket.AF_INET, backlog=BACKLOG)
+        return bind_one(ports, lambda port: socket.create_server((bare, port), family=family, backlog=BACKLOG))
+    except TransportError:
+        raise
     except OSError as e:
         raise TransportError(f"cannot listen on {host}: {e}; name another address with DMLC_NODE_HOST") from e
 

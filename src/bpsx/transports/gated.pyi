@@ -1,5 +1,6 @@
 """What the endpoints of our own transports have in common; see ``gated.pyx``."""
 
+from collections.abc import Sequence
 from typing import Any
 
 class GatedEndpoint:
@@ -17,7 +18,7 @@ class GatedEndpoint:
     @property
     def malformed(self) -> int:
         """Messages that made no sense; their connections were closed."""
-    def bind(self, host: str) -> str:
+    def bind(self, host: str, ports: Sequence[int] = ()) -> str:
         """Listen on ``host`` at a port that the system chooses. Raises :class:`~bpsx.errors.TransportError`."""
     def join(self, job: int, rank: int) -> None:
         """The job's number, and the rank under which lanes shall know this endpoint."""

@@ -33,9 +33,9 @@ cdef class GatedEndpoint:
         if min(epoll[0], wake_fd[0], losses.fd) < 0 or epoll_set(epoll[0], EPOLL_CTL_ADD, wake_fd[0], EPOLLIN, NULL) != 0:
             raise OSError("epoll, eventfd: cannot create a descriptor (too many open files?)")
 
-    def bind(self, host: str) -> str:
-        """Listen on ``host`` at a port that the system chooses; returns and stores ``host:port``."""
-        listener = gate.listen(host)
+    def bind(self, host: str, ports=()) -> str:
+        """Listen on ``host`` at the first free one of ``ports``, else at one that the system chooses; returns and stores ``host:port``."""
+        listener = gate.listen(host, ports)
         self.gate = gate.Gate(listener, self.secret, self._take)
         self.address = join_host_port(host, listener.getsockname()[1])
         self._open()

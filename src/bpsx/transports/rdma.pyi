@@ -1,5 +1,7 @@
 """RDMA; see ``rdma.pyx``."""
 
+from collections.abc import Sequence
+
 from bpsx.transports.gated import GatedEndpoint
 
 class RdmaEndpoint(GatedEndpoint):
@@ -15,7 +17,7 @@ class RdmaEndpoint(GatedEndpoint):
     @property
     def copied(self) -> int:
         """Bytes of messages' bodies that this end has copied, into registered memory or out of it; those of less than 256 bytes do not count."""
-    def bind(self, host: str) -> str:
+    def bind(self, host: str, ports: Sequence[int] = ()) -> str:
         """As :meth:`GatedEndpoint.bind`; also raises where ``host`` has no adapter."""
     def lost(self) -> list[int]:
         """As :meth:`GatedEndpoint.lost`; what is known of the reasons is logged."""

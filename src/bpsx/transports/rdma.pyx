@@ -249,10 +249,10 @@ cdef class RdmaEndpoint(GatedEndpoint):
             raise OSError("epoll: cannot watch the adapter's completions")
         self.adapter = opened
 
-    def bind(self, host: str) -> str:
-        """Listen on ``host`` at a port that the system chooses; returns and stores ``host:port``."""
+    def bind(self, host: str, ports=()) -> str:
+        """Listen on ``host`` at the first free one of ``ports``, else at one that the system chooses; returns and stores ``host:port``."""
         self._use_adapter(host)
-        return GatedEndpoint.bind(self, host)
+        return GatedEndpoint.bind(self, host, ports)
 
     def connect(self, peer: int, address: str) -> None:
         """Reach the lane at ``host:port`` as peer number ``peer`` from now on."""
@@ -273,6 +273,8 @@ cdef class RdmaEndpoint(GatedEndpoint):
             log.warning("cannot connect to %s: %s", address, e)
             if made is not None:
                 made.close()
+            else:
+                gate.require_presence(address, e)
             add_loss(&self.state.losses, peer)
             return
         self._use(link, made)

@@ -1,5 +1,6 @@
 """Shared memory between a worker and the lanes of its own machine; see ``shared.pyx``."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from bpsx.transports.base import Endpoint
@@ -26,7 +27,7 @@ class SharedEndpoint:
     @property
     def malformed(self) -> int:
         """Messages that made no sense."""
-    def bind(self, host: str) -> str:
+    def bind(self, host: str, ports: Sequence[int] = ()) -> str:
         """Listen as the other transport does, and for workers of this machine. Raises :class:`~bpsx.errors.TransportError`."""
     def join(self, job: int, rank: int) -> None:
         """The job's number, and the rank under which lanes shall know this endpoint."""

@@ -169,10 +169,10 @@ cdef class SharedEndpoint:
         if self.state.inner.lend != NULL:
             self.table.lend = shared_lend
 
-    def bind(self, host: str) -> str:
+    def bind(self, host: str, ports=()) -> str:
         """As the inner transport's; workers of this machine also find the lane by the address that it returns."""
         self.state.is_lane = True
-        address = self.inner.bind(host)
+        address = self.inner.bind(host, ports)
         self.gate = beside.listen(address, self.secret, self._meet)
         self._open()
         return address

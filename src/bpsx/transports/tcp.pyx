@@ -154,6 +154,7 @@ cdef class TcpEndpoint(GatedEndpoint):
         except TransportError:
             raise
         except OSError as e:        # it has been there: whoever watches knows who it was, and that it is gone
+            gate.require_presence(address, e)
             log.warning("cannot connect to %s: %s", address, e)
             add_loss(&self.state.losses, peer)
             return

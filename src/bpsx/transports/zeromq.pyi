@@ -1,5 +1,6 @@
 """TCP through ZeroMQ; see ``zeromq.pyx``."""
 
+from collections.abc import Sequence
 from typing import Any
 
 class ZeroMQEndpoint:
@@ -24,7 +25,7 @@ class ZeroMQEndpoint:
     @property
     def malformed(self) -> int:
         """Messages dropped because their frames made no sense."""
-    def bind(self, host: str) -> str:
+    def bind(self, host: str, ports: Sequence[int] = ()) -> str:
         """Listen on ``host`` at a port that the system chooses. Raises :class:`~bpsx.errors.TransportError`."""
     def join(self, job: int, rank: int) -> None:
         """The job's number, and the rank under which lanes shall know this endpoint."""

@@ -29,6 +29,7 @@ from bpsx.config import MOST_WORKERS
 from bpsx.errors import TransportError
 from bpsx.transports import door
 from bpsx.transports.address import is_ipv6, join_host_port, resolve, send_buffer, tcp_url
+from bpsx.transports.ports import bind_one
 
 cdef extern from "errno.h" nogil:
     enum:
@@ -301,13 +302,13 @@ cdef class ZeroMQEndpoint:
         self.table.wait = zmq_wait
         self.table.wake = zmq_wake
 
-    def bind(self, host: str) -> str:
-        """Listen on ``host`` at a port that the system chooses; returns and stores ``host:port``."""
+    def bind(self, host: str, ports=()) -> str:
+        """Listen on ``host`` at the first free one of ``ports``, else at one that the system chooses; returns and stores ``host:port``."""
         self.socket.setsockopt(zmq.IPV6, int(is_ipv6(host)))
         self._size_buffers(host)
         self._guard()
         try:
-            self.socket.bind(tcp_url(host, "*"))
+            bind_one(ports, lambda port: self.socket.bind(tcp_url(host, port or "*")))
         except zmq.ZMQError as e:
             raise TransportError(f"cannot listen on {host}: {e}; name another address with DMLC_NODE_HOST") from e
         port = self.socket.getsockopt(zmq.LAST_ENDPOINT).rsplit(b":", 1)[1].strip(b"\0")

@@ -1,0 +1,93 @@
+"""Whether a TCP port can be reached from here: connects, says nothing, and closes. No ZeroMQ here."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import time
+from collections.abc import Iterable
+
+from bpsx.transports.address import is_ipv6, resolve
+
+#: Seconds without any answer after which a port counts as unreachable.
+PATIENCE = 10.0
+_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
+
+
+def explain(code: int) -> str:
+    """Why a connection was not made, from its ``errno``, for people."""
+    if code == errno.ECONNREFUSED:
+        return "refused: nobody listens there, or a firewall says no"
+    if code in (errno.ETIMEDOUT, errno.EAGAIN):
+        return "no answer; a firewall?"
+    if code in _ROUTE:
+        return f"{os.strerror(code)}: no route leads there, or a firewall says no"
+    return os.strerror(code)
+
+
+class Probe:
+    """One attempt to connect to ``host:port``, which blocks nobody. For one thread."""
+
+    def __init__(self, address: str, patience: float = PATIENCE) -> None:
+        self.address = address
+        self._until = time.monotonic() + patience
+        self._why = ""
+        self._socket: socket.socket | None = None
+        host, _, port = address.rpartition(":")
+        try:
+            numeric = resolve(host, int(port))
+            self._socket = socket.socket(socket.AF_INET6 if is_ipv6(numeric) else socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            self._end(self._socket.connect_ex((numeric, int(port))))
+        except OSError as e:
+            self._why = str(e)
+            self.close()
+
+    def _end(self, code: int) -> None:
+        if code != errno.EINPROGRESS:
+            self._why = explain(code) if code else ""
+            self.close()
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is no result yet; looks for one."""
+        if self._socket is None:
+            return False
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        if poll.poll(0):
+            self._end(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+        elif time.monotonic() >= self._until:
+            self._end(errno.ETIMEDOUT)
+        return self._socket is not None
+
+    def why_not(self) -> str:
+        """Why the port cannot be reached, for people; empty if it can, or if nothing is known yet."""
+        return "" if self.pending else self._why
+
+    def fileno(self) -> int:
+        """Becomes writable with the result; -1 when it is there."""
+        return -1 if self._socket is None else self._socket.fileno()
+
+    def close(self) -> None:
+        """Give up. Idempotent."""
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = None
+
+
+def unreachable(addresses: Iterable[str], patience: float = PATIENCE) -> dict[str, str]:
+    """Those of ``addresses`` that cannot be reached, with the reason; all are tried at once, for ``patience`` seconds."""
+    probes = [Probe(address, patience) for address in addresses]
+    end = time.monotonic() + patience
+    try:
+        while left := [p for p in probes if p.pending]:
+            poll = select.poll()
+            for probe in left:
+                poll.register(probe, select.POLLOUT)
+            poll.poll(max(0, int((end - time.monotonic()) * 1000)) + 1)
+        return {p.address: why for p in probes if (why := p.why_not())}
+    finally:
+        for probe in probes:
+            probe.close()
