@@ -152,7 +152,7 @@ class Job:
             **clean, "DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": "0", "DMLC_NUM_WORKER": str(workers // processes),
             "DMLC_NUM_SERVER": str(servers), "BPSX_RENDEZVOUS_TIMEOUT": "60", "BYTEPS_SOCKET_PATH": self._folder.name,
             # Most tests are about what goes through a network; those about shared memory say so.
-            "OMP_NUM_THREADS": "1", "BYTEPS_ENABLE_IPC": "0", **(env or {}),
+            "OMP_NUM_THREADS": "1", "BYTEPS_ENABLE_IPC": "0", "BPSX_ANNOUNCE": "0", **(env or {}),
         }
         if "BPSX_CACHE_DIR" in os.environ:
             self._env.setdefault("BPSX_CACHE_DIR", os.environ["BPSX_CACHE_DIR"])

@@ -67,8 +67,8 @@ class Companions:
             before = signal.pthread_sigmask(signal.SIG_BLOCK, SCRIPT_SIGNALS)     # until it ignores them
             try:
                 process = subprocess.Popen(
-                    module_command(role), env=child_environment(**environment, DMLC_ROLE=role, BPSX_LIFELINE_FD=str(theirs.fileno())),
-                    pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True)
+                    module_command(role), pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True,
+                    env=child_environment(**environment, DMLC_ROLE=role, BPSX_ANNOUNCE="0", BPSX_LIFELINE_FD=str(theirs.fileno())))
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._processes.append(process)

@@ -207,6 +207,8 @@ OPTIONS: tuple[Option, ...] = (
     Option("insecure", "BPSX_INSECURE", flag, False, FLAG, "Run without a secret although others than this machine can reach the job.", _TRUST),
     Option("encrypt", "BPSX_ENCRYPT", flag, False, FLAG,
            "Encrypt gradients between workers and servers, too. The same on all processes; control messages are always encrypted.", _TRUST),
+    Option("announce", "BPSX_ANNOUNCE", flag, True, FLAG,
+           "A scheduler or server says to standard error, when it starts, what it is and for whom it waits. Launchers say so themselves.", _LOG),
     Option("state_fd", "BPSX_STATE_FD", integer(-1, 2**20), -1, "a file descriptor; -1: none",
            "The scheduler writes lines there: waiting, then running, then who has failed the job, if anybody has. The launcher reads it.", _LAUNCH),
     Option("lifeline_fd", "BPSX_LIFELINE_FD", integer(-1, 2**20), -1, "a file descriptor; -1: none",

@@ -165,7 +165,7 @@ class Remote:
         changes = {
             "DMLC_ROLE": role, "DMLC_PS_ROOT_URI": self._address, "DMLC_PS_ROOT_PORT": str(port),
             "DMLC_NUM_WORKER": str(len(self.hosts.workers)), "DMLC_NUM_SERVER": str(len(self.hosts.servers)),
-            "BYTEPS_FORCE_DISTRIBUTED": "1", **secret_unless_given(self.secret),
+            "BYTEPS_FORCE_DISTRIBUTED": "1", "BPSX_ANNOUNCE": "0", **secret_unless_given(self.secret),
         }
         if role == "worker":
             changes["DMLC_WORKER_ID"] = str(index)

@@ -21,6 +21,7 @@ from bpsx.host import scheduler_address
 from bpsx.launch import record
 from bpsx.rendezvous import messages
 from bpsx.rendezvous.sockets import REFUSALS, REFUSED, no_secret_in_common, open_socket, speaks_zeromq
+from bpsx.rendezvous.waiting import why_silent
 from bpsx.transports.address import is_ipv6, join_host_port, tcp_url
 
 #: How long a scheduler may take to answer, and nodes to write their timelines. Seconds.
@@ -104,7 +105,8 @@ class Observer:
         poller.register(self._monitor, zmq.POLLIN)
         while not self._socket.poll(0):
             if not poller.poll(max(0, int((end - time.monotonic()) * 1000))):
-                raise RendezvousError(f"no answer from a scheduler at {self.where} within {timeout:g} s")
+                raise RendezvousError(f"no answer from a scheduler at {self.where} within {timeout:g} s: "
+                                      + why_silent(self._address, self._config.root_port))
             while self._monitor.poll(0):
                 self._monitor.recv_multipart()
                 self._refusals += 1

@@ -110,7 +110,7 @@ class Plan:
             "DMLC_NUM_WORKER": str(self.workers), "DMLC_NUM_SERVER": str(self.servers),
             "BYTEPS_LOCAL_RANK": str(local_rank), "BYTEPS_LOCAL_SIZE": str(self.processes),
             # Who asks for one worker and a server means to use it.
-            "BYTEPS_FORCE_DISTRIBUTED": "1" if self.servers else "0",
+            "BYTEPS_FORCE_DISTRIBUTED": "1" if self.servers else "0", "BPSX_ANNOUNCE": "0",
             **secret_unless_given(self.secret),
         }
         if role == "worker":

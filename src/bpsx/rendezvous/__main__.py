@@ -10,6 +10,8 @@ from bpsx.errors import BpsxError
 from bpsx.host import allow_descriptors, heed_signals, hold, require_descriptors
 from bpsx.logs import configure
 from bpsx.rendezvous.hub import Hub
+from bpsx.rendezvous.waiting import introduce
+from bpsx.transports.address import join_host_port
 
 
 def main() -> int:
@@ -32,6 +34,7 @@ def main() -> int:
     if config.lifeline_fd >= 0:
         hold(config.lifeline_fd, hub.orphaned)
     hub.announce()
+    introduce(config, join_host_port(config.root_uri, hub.port))
     return hub.run()
 
 

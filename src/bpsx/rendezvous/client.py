@@ -23,6 +23,7 @@ from bpsx.errors import JobOverError, RendezvousError
 from bpsx.host import scheduler_address
 from bpsx.rendezvous import messages
 from bpsx.rendezvous.sockets import REFUSALS, REFUSED, no_secret_in_common, open_socket, speaks_zeromq
+from bpsx.rendezvous.waiting import why_silent
 from bpsx.transports.address import is_ipv6, join_host_port, tcp_url
 
 log = logging.getLogger("bpsx.link")
@@ -97,12 +98,12 @@ class Link:
             if message is None and now >= end:
                 raise RendezvousError(
                     f"{who}: the job has not come together after {self._config.rendezvous_timeout:g} s; "
-                    + (f"missing: {missing}" if missing else f"no answer from the {self.where}"))
+                    + (f"missing: {missing}" if missing else f"no answer from the {self.where}: {self._why_silent(address)}"))
             if message is None:
                 if now < report:        # only something about the connection
                     continue
                 report = now + 10
-                log.warning("waiting for %s", missing or f"the {self.where}")
+                log.warning("waiting for %s", missing or f"the {self.where}: {self._why_silent(address)}")
             elif message["type"] == "STATUS":
                 if not missing:
                     log.info("%s: known to the %s, which waits for %s", who, self.where, message["missing"])
@@ -149,6 +150,9 @@ class Link:
                 self._refused = True
                 self._refusals += 1
         return found
+
+    def _why_silent(self, address: str) -> str:
+        return why_silent(address, self._config.root_port)
 
     def _explain_refusals(self, who: str, address: str) -> None:
         """Raise :class:`RendezvousError` if it is a scheduler that breaks off our handshakes. Else it may be a proxy before one that is starting."""

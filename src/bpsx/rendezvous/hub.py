@@ -27,6 +27,7 @@ from bpsx.rendezvous.metrics import Exporter
 from bpsx.rendezvous.observers import KINDS, Observers
 from bpsx.rendezvous.refusals import EVENTS, Refusals
 from bpsx.rendezvous.sockets import open_socket
+from bpsx.rendezvous.waiting import doubtful_name, loopback_hint
 from bpsx.transports.address import is_ipv6, resolve, tcp_url
 from bpsx.transports.ports import bind_one
 
@@ -58,6 +59,7 @@ class Hub:
         silent = f", or it was silent for {config.heartbeat_timeout:g} s (PS_HEARTBEAT_TIMEOUT)" if config.heartbeat_interval > 0 else ""
         self._broke = f"its connection to the scheduler broke{silent}"
         self._descriptors: dict[int, bytes] = {}
+        self._hint = ""
         self._members = Membership(
             config.num_worker, config.num_server, config.local_size, secrets.randbits(63),
             stall_warn=config.stall_warn, deadlock_after=config.deadlock_after,
@@ -110,6 +112,8 @@ class Hub:
             with contextlib.suppress(OSError):      # it may have gone
                 os.write(self._config.lifeline_fd, b"%d" % self.port)
         log.info("listening on %s:%d", self._config.root_uri, self.port)
+        if doubt := doubtful_name(self._config):
+            log.warning("%s", doubt)
 
     def _tell_launcher(self, line: str) -> None:
         if self._config.state_fd >= 0:
@@ -183,14 +187,14 @@ class Hub:
                 self._send([(i, {"type": "REFUSED", "reason": text}) for i in self._members.nodes])
                 return
             if now >= report:
-                report = now + REPORT_EVERY
+                report, self._hint = now + REPORT_EVERY, loopback_hint(self._config)
                 status = self._status()
                 log.warning("waiting for %s; here: %s", status["missing"], status["here"])
                 self._send([(i, status) for i in self._members.nodes])
             self._turn(min(end, report, vanished[0] if vanished else end) - now)
 
     def _status(self) -> dict[str, Any]:
-        missing = names(self._members.missing()) + self._refusals.hint()
+        missing = names(self._members.missing()) + self._refusals.hint() + self._hint
         return {"type": "STATUS", "missing": missing, "here": names(self._members.present()) or "nobody"}
 
     def _farewell(self) -> None:

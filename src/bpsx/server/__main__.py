@@ -19,10 +19,12 @@ from bpsx.kernels import loading
 from bpsx.kernels.outside import import_compressors
 from bpsx.logs import configure
 from bpsx.rendezvous.client import Link
+from bpsx.rendezvous.waiting import introduce
 from bpsx.reporting import Reporter
 from bpsx.server._engine import Lane
 from bpsx.server.broken import Broken
 from bpsx.transports import open_endpoint
+from bpsx.transports.address import join_host_port
 from bpsx.transports.base import Endpoint
 
 log = logging.getLogger("bpsx.server")
@@ -193,6 +195,7 @@ def main() -> int:
         config = Config(role="server")
         configure(config, "server")
         config.check()
+        introduce(config, join_host_port(config.root_uri, config.root_port))
         import_compressors(config.compressors)
         server = Server(config)
         heed_signals("server", server.interrupt, lambda: server.serving, config.term_grace)
