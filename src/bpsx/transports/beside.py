@@ -96,13 +96,19 @@ def visit(address: str, key: bytes, job: int, rank: int, wake: int) -> Iterator[
     """A worker's part; None: the lane at ``address`` is on another machine, or offers no memory. ``wake``: what ends this process's sleep."""
     found: list[int] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+        # Before anything else: anybody may have bound this name, accept nobody, and so have a blocking connect wait for ever.
+        link.settimeout(gate.PATIENCE)
         try:
             link.connect(_name(address))
-        except OSError:
+        except ConnectionRefusedError:      # no such socket on this machine
+            yield None
+            return
+        except OSError as e:
+            log.warning("the socket at which the server at %s would offer its memory accepts nobody, so messages go through the network; another "
+                        "user may hold its name (ss -xlp | grep bpsx-lane): %s", address, e)
             yield None
             return
         try:
-            link.settimeout(gate.PATIENCE)
             if not _is_ours(link):
                 raise PermissionError("its socket belongs to another user")
             link.sendall(gate.greeting(key, job, address, rank))

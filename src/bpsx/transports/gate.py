@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import selectors
 import socket
 import struct
@@ -25,8 +26,10 @@ from bpsx.transports.reach import explain
 _GREETING = struct.Struct("<8sI64s")
 _MAGIC = b"bpsxtcp1"
 BACKLOG = 4096
-#: Connections that may be about to greet; of more the oldest are closed.
-_MOST_WAITING = 4096
+#: Connections that may be about to greet; of more the oldest are closed. A process has several gates, and needs descriptors for other things.
+_MOST_WAITING, _LEAST_WAITING, _SHARE = 4096, 64, 16
+#: Of these one address has this part at most.
+_ADDRESS_SHARE = 4
 # Linux' bounds for probes of a silent connection.
 _MOST_SECONDS, _MOST_PROBES = 32767, 127
 #: Seconds for making a connection, and for the greeting.
@@ -104,6 +107,12 @@ def listen(host: str, ports: Sequence[int] = ()) -> socket.socket:
         raise TransportError(f"cannot listen on {host}: {e}; name another address with DMLC_NODE_HOST") from e
 
 
+def most_waiting() -> int:
+    """How many connections may be about to greet at one gate, given how many descriptors this process may have."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_WAITING if limit == resource.RLIM_INFINITY else max(_LEAST_WAITING, min(_MOST_WAITING, limit // _SHARE))
+
+
 class _Newcomer:
     """A connection that has not greeted yet."""
 
@@ -127,6 +136,8 @@ class Gate:
         self._refusals = Refusals()
         self._inside: set[int] = set()          # ranks
         self._waiting: dict[int, _Newcomer] = {}        # by descriptor, the oldest first
+        self._by_address: dict[str, dict[int, None]] = {}       # their descriptors, the oldest first
+        self._most = most_waiting()
 
     def open(self, job: int, address: str) -> None:
         """Begin to let workers in, on a thread of its own. It sleeps except when somebody connects."""
@@ -156,10 +167,16 @@ class Gate:
             time.sleep(0.01)
             return
         made.setblocking(False)
-        if len(self._waiting) >= _MOST_WAITING:
+        newcomer = _Newcomer(made, str(peer[0]) if peer else "this machine")
+        theirs = self._by_address.setdefault(newcomer.who, {})
+        if len(theirs) >= max(1, self._most // _ADDRESS_SHARE):
+            self._refuse(self._waiting[next(iter(theirs))])
+        elif len(self._waiting) >= self._most:
             self._refuse(next(iter(self._waiting.values())))
-        self._waiting[made.fileno()] = _Newcomer(made, str(peer[0]) if peer else "this machine")
+        self._waiting[made.fileno()] = newcomer
+        self._by_address.setdefault(newcomer.who, {})[made.fileno()] = None
         self._selector.register(made, selectors.EVENT_READ)
+        self._hear(newcomer)        # who greets at once shall not wait behind those who do not
 
     def _hear(self, newcomer: _Newcomer) -> None:
         try:
@@ -190,6 +207,10 @@ class Gate:
     def _forget(self, newcomer: _Newcomer) -> None:
         self._selector.unregister(newcomer.made)
         del self._waiting[newcomer.made.fileno()]
+        theirs = self._by_address[newcomer.who]
+        del theirs[newcomer.made.fileno()]
+        if not theirs:
+            del self._by_address[newcomer.who]
 
     def _refuse(self, newcomer: _Newcomer) -> None:
         self._forget(newcomer)

@@ -1,0 +1,77 @@
+"""Strangers on the machine and on the network: names that they hold, descriptors that they use up, greetings that they overhear."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import select
+import socket
+import threading
+import time
+
+import pytest
+
+from bpsx.transports import beside, gate
+
+_KEY = b"a secret for these tests"
+
+
+def test_a_held_name_that_accepts_nobody_does_not_hold_up_a_worker(caplog):
+    address = f"127.0.0.1:{os.getpid()}-held"
+    with socket.socket(socket.AF_UNIX) as squatter, contextlib.ExitStack() as stack:
+        squatter.bind(f"\0bpsx-lane {address}")
+        squatter.listen(0)
+        for _ in range(4):      # until nobody more fits into its queue
+            waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+            waiting.setblocking(False)
+            if waiting.connect_ex(f"\0bpsx-lane {address}"):
+                break
+        else:
+            raise AssertionError("the queue of connections has no end")
+        done = threading.Event()
+
+        def visit() -> None:
+            with caplog.at_level(logging.WARNING), beside.visit(address, _KEY, 1, 0, 0) as found:
+                assert found is None
+                done.set()
+
+        threading.Thread(target=visit, daemon=True).start()
+        assert done.wait(30)
+    assert "accepts nobody, so messages go through the network" in caplog.text
+
+
+@contextlib.contextmanager
+def opened_gate(taken: list[int]) -> object:
+    listener = gate.listen("127.0.0.1")
+    made = gate.Gate(listener, _KEY, lambda s, rank: (taken.append(rank), s.close()))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    made.open(7, address)
+    try:
+        yield address
+    finally:
+        made.close()
+
+
+def test_connections_that_do_not_greet_are_capped_far_below_the_limit_of_descriptors(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2048, 2048))
+    taken: list[int] = []
+    with opened_gate(taken) as address, contextlib.ExitStack() as stack:
+        before, port = len(os.listdir("/proc/self/fd")), int(address.rpartition(":")[2])
+        strangers = []
+        for i in range(200):
+            s = stack.enter_context(socket.socket())
+            s.bind((f"127.0.{1 + i % 2}.7", 0))
+            s.connect(("127.0.0.1", port))
+            strangers.append(s)
+        # 128 at most, of which each address has 32: those of the others are closed, the oldest first.
+        for s in strangers[:200 - 64]:
+            assert select.select([s], [], [], 20)[0], "is still open"
+        assert len(os.listdir("/proc/self/fd")) - before <= 200 + 64
+        assert not select.select(strangers[200 - 64:], [], [], 0)[0]
+        gate.dial(address, _KEY, 7, 5).close()      # a worker gets in all the same
+        end = time.monotonic() + 20
+        while not taken and time.monotonic() < end:
+            select.select([], [], [], 0.01)
+        assert taken == [5]
