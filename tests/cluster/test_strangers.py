@@ -42,6 +42,24 @@ def test_a_held_name_that_accepts_nobody_does_not_hold_up_a_worker(caplog):
     assert "accepts nobody, so messages go through the network" in caplog.text
 
 
+def test_a_greeting_that_was_overheard_is_of_no_use():
+    taken: list[int] = []
+    with opened_gate(taken) as address, contextlib.ExitStack() as stack:
+        port = int(address.rpartition(":")[2])
+        worker, thief = (stack.enter_context(socket.create_connection(("127.0.0.1", port), 20)) for _ in range(2))
+        near, far = socket.socketpair()
+        with near, far:
+            far.sendall(worker.recv(32, socket.MSG_WAITALL))        # the worker's side, up to what it says
+            gate.greet(near, _KEY, 7, address, 3)
+            overheard = far.recv(4096)
+        thief.recv(32, socket.MSG_WAITALL)
+        thief.sendall(overheard)
+        assert thief.recv(1) == b""     # turned away, though it came first
+        assert taken == []
+        worker.sendall(overheard)
+        assert worker.recv(1) == b"" and taken == [3]       # `taken` closes what it gets
+
+
 @contextlib.contextmanager
 def opened_gate(taken: list[int]) -> object:
     listener = gate.listen("127.0.0.1")
@@ -67,9 +85,11 @@ def test_connections_that_do_not_greet_are_capped_far_below_the_limit_of_descrip
             strangers.append(s)
         # 128 at most, of which each address has 32: those of the others are closed, the oldest first.
         for s in strangers[:200 - 64]:
-            assert select.select([s], [], [], 20)[0], "is still open"
-        assert len(os.listdir("/proc/self/fd")) - before <= 200 + 64
-        assert not select.select(strangers[200 - 64:], [], [], 0)[0]
+            s.settimeout(20)
+            assert len(s.recv(32, socket.MSG_WAITALL)) == 32 and s.recv(1) == b""
+        assert len(os.listdir("/proc/self/fd")) - before <= 200 + 64 + 8     # and what the gate itself needs
+        for s in strangers[200 - 64:]:
+            assert len(s.recv(32, socket.MSG_WAITALL)) == 32 and not select.select([s], [], [], 0)[0]
         gate.dial(address, _KEY, 7, 5).close()      # a worker gets in all the same
         end = time.monotonic() + 20
         while not taken and time.monotonic() < end:

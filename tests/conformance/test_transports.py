@@ -328,7 +328,7 @@ def test_a_stranger_is_not_heard_on_plain_sockets(tcp):
     host, port = address.split(":")
     for rank, nonsense in insiders.items():     # a head of 4 GiB; a body that there is not; one larger than all may be
         made = socket.create_connection((host, int(port)))
-        made.sendall(gate.greeting(b"", 77, address, rank) + nonsense)
+        gate.greet(made, b"", 77, address, rank, nonsense)
         while lane.malformed < sorted(insiders).index(rank) + 1:
             assert s.receive(0.1) is None
         made.settimeout(20)
@@ -340,18 +340,28 @@ def test_a_stranger_is_not_heard_on_plain_sockets(tcp):
     assert s.receive() == (5, b"still here", None)
 
 
+def made_greeting(address: str, rank: int) -> tuple[socket.socket, bytes]:
+    """A connection on which the lane has said its nonce, and the greeting that answers it."""
+    host, port = address.split(":")
+    made = socket.create_connection((host, int(port)))
+    near, far = socket.socketpair()
+    with near, far:
+        far.sendall(made.recv(32, socket.MSG_WAITALL))
+        gate.greet(near, b"", 77, address, rank)
+        return made, far.recv(4096)
+
+
 def test_messages_in_pieces_of_any_size(tcp):
     """What comes is a stream: it may be cut anywhere."""
     lane = tcp()
     lane.join(77, 0)
     address = lane.bind("127.0.0.1")
     s = DataPlane(lane)
-    host, port = address.split(":")
     bodies = [None, b"", b"x", bytes(range(256)) * 700]
-    stream = gate.greeting(b"", 77, address, 2)
+    greeted, stream = made_greeting(address, 2)
     for i, body in enumerate(bodies):
         stream += struct.pack("<IIQ", 10 + i, body is not None, len(body or b"")) + b"h" * (10 + i) + (body or b"")
-    with socket.create_connection((host, int(port))) as made:
+    with greeted as made:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         at, got = 0, []
         for size in itertools.cycle((1, 2, 15, 16, 17, 70_000, 3)):

@@ -111,7 +111,7 @@ def visit(address: str, key: bytes, job: int, rank: int, wake: int) -> Iterator[
         try:
             if not _is_ours(link):
                 raise PermissionError("its socket belongs to another user")
-            link.sendall(gate.greeting(key, job, address, rank))
+            gate.greet(link, key, job, address, rank)
             socket.send_fds(link, [_YES], [wake])
             said, found, _, _ = socket.recv_fds(link, _OFFER.size, 2, socket.MSG_CMSG_CLOEXEC)
         except OSError as e:

@@ -18,13 +18,15 @@ from bpsx import secret
 from bpsx.config import MOST_WORKERS
 from bpsx.errors import TransportError
 from bpsx.transports.address import is_ipv6, resolve
-from bpsx.transports.door import HANDSHAKE_MS, Refusals, token
+from bpsx.transports.door import HANDSHAKE_MS, Refusals
 from bpsx.transports.ports import bind_one
 from bpsx.transports.reach import explain
 
 #: Magic and version, the worker's rank, its token.
 _GREETING = struct.Struct("<8sI64s")
-_MAGIC = b"bpsxtcp1"
+_MAGIC = b"bpsxtcp2"
+#: What a lane says first: bytes that it never says again, so that a greeting that somebody has overheard is of no use on another connection.
+_NONCE_BYTES = 32
 BACKLOG = 4096
 #: Connections that may be about to greet; of more the oldest are closed. A process has several gates, and needs descriptors for other things.
 _MOST_WAITING, _LEAST_WAITING, _SHARE = 4096, 64, 16
@@ -34,6 +36,8 @@ _ADDRESS_SHARE = 4
 _MOST_SECONDS, _MOST_PROBES = 32767, 127
 #: Seconds for making a connection, and for the greeting.
 PATIENCE = HANDSHAKE_MS / 1000
+#: Seconds that a lane may take to say its nonce: it may be a busy process that has not accepted yet.
+_NONCE_PATIENCE = 30.0
 
 
 class Unreachable(TransportError):
@@ -52,9 +56,20 @@ def require_presence(address: str, error: OSError) -> None:
         raise Unreachable(address, explain(error.errno) if error.errno else str(error)) from error
 
 
-def greeting(key: bytes, job: int, address: str, rank: int) -> bytes:
-    """What worker ``rank`` sends first to the lane at ``address``."""
-    return _GREETING.pack(_MAGIC, rank, token(key, job, address, rank))
+def _token(key: bytes, job: int, address: str, rank: int, nonce: bytes) -> bytes:
+    return secret.derive(key, "data connection: worker's answer", job, address, rank, nonce).hex().encode()
+
+
+def greet(made: socket.socket, key: bytes, job: int, address: str, rank: int, more: bytes = b"") -> None:
+    """Worker ``rank``'s part on a new connection to the lane at ``address``: hear the nonce, and send the greeting and ``more`` behind it. Raises
+    OSError."""
+    nonce = b""
+    while len(nonce) < _NONCE_BYTES:
+        said = made.recv(_NONCE_BYTES - len(nonce))
+        if not said:
+            raise ConnectionResetError("the lane has closed the connection before the greeting")
+        nonce += said
+    made.sendall(_GREETING.pack(_MAGIC, rank, _token(key, job, address, rank, nonce)) + more)
 
 
 def prepare(made: socket.socket, interval: float, timeout: float) -> None:
@@ -72,7 +87,7 @@ def prepare(made: socket.socket, interval: float, timeout: float) -> None:
 
 def dial(address: str, key: bytes, job: int, rank: int, before: Callable[[socket.socket, str], None] | None = None,
          more: bytes = b"") -> socket.socket:
-    """Worker ``rank``'s connection to the lane at ``address``, which has been sent the greeting, and ``more`` behind it. ``before``: what to do to
+    """Worker ``rank``'s connection to the lane at ``address``, on which it has heard the lane's nonce and sent the greeting, and ``more`` behind it. ``before``: what to do to
     the socket, given the lane's numeric address, before it is connected.
 
     Raises :class:`~bpsx.errors.TransportError` for what is no address, and OSError: it cannot be reached now.
@@ -88,7 +103,9 @@ def dial(address: str, key: bytes, job: int, rank: int, before: Callable[[socket
             before(made, numeric)
         made.settimeout(PATIENCE)
         made.connect((numeric, int(port)))
-        made.sendall(greeting(key, job, address, rank) + more)
+        made.settimeout(_NONCE_PATIENCE)
+        greet(made, key, job, address, rank, more)
+        made.settimeout(PATIENCE)
     except OSError:
         made.close()
         raise
@@ -117,14 +134,14 @@ class _Newcomer:
     """A connection that has not greeted yet."""
 
     def __init__(self, made: socket.socket, who: str) -> None:
-        self.made, self.who, self.said = made, who, b""
+        self.made, self.who, self.said, self.nonce = made, who, b"", os.urandom(_NONCE_BYTES)
         self.until = time.monotonic() + PATIENCE
 
 
 class Gate:
     """Listens for one lane. ``take`` gets the socket and rank of who has greeted well, on the gate's thread.
 
-    Data connections are made once and never again, so a greeting is good for one connection: who has overheard it comes too late.
+    A greeting answers the nonce of its connection, so who has overheard it can do nothing with it; and each rank comes in once.
     """
 
     def __init__(self, listener: socket.socket, key: bytes, take: Callable[[socket.socket, int], None]) -> None:
@@ -176,7 +193,10 @@ class Gate:
         self._waiting[made.fileno()] = newcomer
         self._by_address.setdefault(newcomer.who, {})[made.fileno()] = None
         self._selector.register(made, selectors.EVENT_READ)
-        self._hear(newcomer)        # who greets at once shall not wait behind those who do not
+        try:
+            made.send(newcomer.nonce)       # an empty buffer takes it
+        except OSError:
+            self._refuse(newcomer)
 
     def _hear(self, newcomer: _Newcomer) -> None:
         try:
@@ -188,7 +208,7 @@ class Gate:
         newcomer.said += said
         if said and len(newcomer.said) < _GREETING.size and _MAGIC.startswith(newcomer.said[:len(_MAGIC)]):
             return
-        rank = self._rank_of(newcomer.said)
+        rank = self._rank_of(newcomer.said, newcomer.nonce)
         if rank < 0:
             self._refuse(newcomer)
             return
@@ -196,13 +216,13 @@ class Gate:
         self._forget(newcomer)
         self._take(newcomer.made, rank)
 
-    def _rank_of(self, said: bytes) -> int:
+    def _rank_of(self, said: bytes, nonce: bytes) -> int:
         """-1: the greeting is not good."""
         if len(said) != _GREETING.size:
             return -1
         magic, rank, shown = _GREETING.unpack(said)
         new = magic == _MAGIC and rank < MOST_WORKERS and rank not in self._inside
-        return int(rank) if new and secret.same(shown, token(self._key, self._job, self._address, rank)) else -1
+        return int(rank) if new and secret.same(shown, _token(self._key, self._job, self._address, rank, nonce)) else -1
 
     def _forget(self, newcomer: _Newcomer) -> None:
         self._selector.unregister(newcomer.made)
