@@ -120,7 +120,8 @@ class Session:
         near.meet(job, self._endpoint.wake_descriptor, lambda: self._hear_of_a_loss(link))
         if near.has_lanes:
             self._endpoint.join(job, near.sender)
-        connect_lanes(f"worker {self.rank}", [(self._lane_name(i), address) for i, (_, address) in enumerate(self._lanes)], self._endpoint.connect)
+        if self._lanes:
+            connect_lanes(f"worker {self.rank}", [(self._lane_name(i), a) for i, (_, a) in enumerate(self._lanes)], self._endpoint.connect)
         beside = {server for server, address in dict(self._lanes).items() if is_here(address)}       # one lane says it for all of a server
         self._core = Core(self._endpoint, rank=near.sender, job=job, lanes=[server for server, _ in self._lanes], beside=beside,
                           spin_us=config.spin_us, credit=config.scheduling_credit * whole_pages(config.partition_bytes),
