@@ -115,6 +115,7 @@ class Session:
     def _open(self, welcome: dict[str, Any], link: Link) -> None:
         """Endpoint and core, and before them the meeting with this machine's other processes."""
         config, job, near = self.config, welcome["job"], self._near
+        self.job: int = job
         self._lanes = [(server, a) for server, addresses in enumerate(welcome["lanes"]) for a in addresses] if near.has_lanes else []
         self._endpoint = near.open_endpoint()
         near.meet(job, self._endpoint.wake_descriptor, lambda: self._hear_of_a_loss(link))

@@ -13,6 +13,7 @@ import time
 
 import pytest
 
+from bpsx.launch.hosts import assignment
 from bpsx.transports import beside, gate
 
 _KEY = b"a secret for these tests"
@@ -95,3 +96,31 @@ def test_connections_that_do_not_greet_are_capped_far_below_the_limit_of_descrip
         while not taken and time.monotonic() < end:
             select.select([], [], [], 0.01)
         assert taken == [5]
+
+
+def test_clients_of_the_metrics_port_are_capped():
+    from bpsx.rendezvous import metrics
+    from bpsx.rendezvous.membership import Membership
+    from bpsx.rendezvous.observers import Observers
+
+    members = Membership(1, 1, 1, 5, stall_warn=30, deadlock_after=60)
+    exporter = metrics.Exporter("127.0.0.1", 0, Observers(members, "127.0.0.1"))
+    try:
+        with contextlib.ExitStack() as stack:
+            idle = [stack.enter_context(socket.create_connection(("127.0.0.1", exporter.port), 20)) for _ in range(100)]
+            for s in idle[:68]:     # the oldest are closed, long before their own time-out of 10 s
+                assert s.recv(1) == b""
+            assert not select.select(idle[-10:], [], [], 0)[0]
+            with socket.create_connection(("127.0.0.1", exporter.port), 20) as fine:
+                fine.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+                assert fine.recv(100).startswith(b"HTTP/1.0 200")
+    finally:
+        exporter.close()
+
+
+@pytest.mark.parametrize("text", ["BPSX_SECRET=nobody may read this one", "BPSX_SECRET:nobody may read this one"])
+def test_a_secret_on_the_command_line_is_refused_and_not_repeated(text):
+    with pytest.raises(ValueError, match="BPSX_SECRET_FILE") as caught:
+        assignment(text)
+    assert "nobody may" not in str(caught.value)
+    assert assignment("BPSX_SECRET_FILE=/x") == ("BPSX_SECRET_FILE", "/x")

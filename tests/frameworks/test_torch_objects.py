@@ -202,6 +202,33 @@ def test_what_is_not_proven_is_not_unpickled(tmp_path: Any, secret: str) -> None
     assert not (tmp_path / "bomb").exists()
 
 
+def job_replayed() -> Any:
+    from bpsx.torch import objects
+
+    sent: list[bytes] = []
+    pack = objects._pack
+    objects._pack = lambda *given: (sent.append(pack(*given)), sent[0])[1]      # type: ignore[assignment]
+    try:
+        said = []
+        for name in ("again", "again", "other"):
+            try:
+                bps.broadcast_object(Point(1, 2), name=name)
+                said.append("")
+            except TypeError as e:
+                said.append(str(e))
+    finally:
+        objects._pack = pack
+    return said
+
+
+def test_what_was_proven_for_one_call_is_refused_in_another(tmp_path: Any) -> None:
+    finished = run_job(__file__, ["job_replayed"], tmp_path)
+    assert finished.status == 0, finished.output[-5000:]
+    ours, theirs = (finished.results[rank]["job_replayed"] for rank in range(2))
+    assert ours == ["", "", ""]
+    assert theirs[0] == "" and all("was made for this call" in said for said in theirs[1:])
+
+
 def job_wrong_arguments() -> Any:
     return [str(pytest.raises(ValueError, lambda: bps.broadcast_object(1, 7)).value),
             str(pytest.raises(ValueError, lambda: bps.broadcast_object(1, name=3)).value)]     # type: ignore[arg-type]

@@ -111,10 +111,13 @@ def read(files: Sequence[tuple[str, str]], scheduler: str = "") -> Hosts:
 
 
 def assignment(text: str) -> tuple[str, str]:
-    """Name and value of an ``--env``. Raises :class:`ValueError`."""
+    """Name and value of an ``--env``. Raises :class:`ValueError`, also for the job secret."""
     match = re.fullmatch(r"([A-Za-z_]\w*)[=:](.*)", text, re.DOTALL | re.ASCII)
     if not match:
         raise ValueError(f"{text!r}: allowed is NAME=VALUE or NAME:VALUE")
+    if match[1] == "BPSX_SECRET":
+        raise ValueError("BPSX_SECRET on a command line can be read by every user of this machine: export it before bpsx-run, or name a file with "
+                         "BPSX_SECRET_FILE; without either bpsx-run makes a secret")
     return match[1], match[2]
 
 

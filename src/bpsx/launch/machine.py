@@ -59,6 +59,8 @@ class Machine:
     def environment(self, role: str, local_rank: int, port: int) -> dict[str, str]:
         """The environment of one process."""
         changes = {"DMLC_ROLE": role, "BYTEPS_LOCAL_RANK": str(local_rank), "BYTEPS_LOCAL_SIZE": str(self.size)}
+        if role == "scheduler":
+            changes["BPSX_ANNOUNCE"] = "0"      # it is ours, and we say for whom the job waits
         if self.alone:
             changes |= {"DMLC_PS_ROOT_URI": LOOPBACK, "DMLC_PS_ROOT_PORT": str(port), "DMLC_NODE_HOST": LOOPBACK, "DMLC_NUM_SERVER": "0",
                         **secret_unless_given(self.secret)}

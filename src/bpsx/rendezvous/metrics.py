@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import AF_INET, AF_INET6
+from socket import AF_INET, AF_INET6, SHUT_RDWR
 from typing import Any, NamedTuple
 
 from bpsx.errors import TransportError
@@ -113,6 +114,10 @@ def _computed(name: str, node: Mapping[str, Any], labels: Labels) -> Iterator[tu
             yield (*labels, ("worker", str(rank))), float(rounds) if name == "bpsx_worker_last_rounds_total" else ns * _NS
 
 
+#: Connections to the metrics' port at once.
+_MOST_CLIENTS = 32
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     # A second scheduler on the port is an error, not a sharer.
@@ -121,7 +126,27 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, observers: Observers) -> None:
         self.address_family = AF_INET6 if is_ipv6(host) else AF_INET
         self.observers = observers
+        self._open: dict[Any, None] = {}        # requests, the oldest first
+        self._lock = threading.Lock()
         super().__init__((host, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Each has a thread and a descriptor: of more than a few at once the oldest are closed."""
+        with self._lock:
+            self._open[request] = None
+            late = next(iter(self._open)) if len(self._open) > _MOST_CLIENTS else None
+            if late is not None:
+                del self._open[late]
+        if late is not None:
+            with contextlib.suppress(OSError):      # its thread ends, and closes it
+                late.shutdown(SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Forget it, and close it."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is none of our troubles."""

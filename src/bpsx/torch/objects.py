@@ -28,6 +28,28 @@ _PROOF_BYTES = 32
 _PLAIN, _PICKLED, _ERROR = b"v", b"p", b"e"
 
 
+class _Calls:
+    """Calls of each name in this job, which all workers count alike: what was proven for one call is of no use in another."""
+
+    def __init__(self) -> None:
+        self._job, self._counts = -1, dict[str, int]()
+
+    def next(self, where: str) -> int:
+        """The number of the call of ``where`` that begins now."""
+        if self._job != _adapter.session().job:
+            self._job, self._counts = _adapter.session().job, {}
+        self._counts[where] = self._counts.get(where, 0) + 1
+        return self._counts[where]
+
+
+_calls = _Calls()
+
+
+def _proof(where: str, call: int, sender: int, body: bytes) -> bytes | None:
+    """That worker ``sender`` has made ``body`` for this call of this job; None without a secret."""
+    return _adapter.proof(_PURPOSE, _adapter.session().job, where, call, sender, body)
+
+
 class ObjectError(BpsxError, TypeError):
     """An object cannot travel: neither a plain value nor one that may be, or can be, pickled."""
 
@@ -47,9 +69,9 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     where = _checked_name(name, "broadcast_object")
     if _adapter.session().size == 1:
         return obj
-    is_root = _adapter.session().rank == root
-    message = broadcast_bytes(_pack(obj, "broadcast_object", where) if is_root else b"", root, where)
-    copy = _unpack(message, "broadcast_object", where, root, ours=is_root)
+    is_root, call = _adapter.session().rank == root, _calls.next(where)
+    message = broadcast_bytes(_pack(obj, "broadcast_object", where, call) if is_root else b"", root, where)
+    copy = _unpack(message, "broadcast_object", where, call, root, ours=is_root)
     return obj if is_root else copy
 
 
@@ -63,13 +85,14 @@ def all_gather_object(obj: Any, name: str | None = None) -> list[Any]:
     ours = _adapter.session()
     if ours.size == 1:
         return [obj]
-    message = torch.frombuffer(bytearray(_pack(obj, "all_gather_object", where)), dtype=torch.uint8)
+    call = _calls.next(where)
+    message = torch.frombuffer(bytearray(_pack(obj, "all_gather_object", where, call)), dtype=torch.uint8)
     parts, = RowGathering([message], where).wait()
     messages = [p.numpy().tobytes() for p in parts]
     for rank, each in enumerate(messages):
         if each[:1] == _ERROR:
             raise ObjectError(f"worker {rank}: {each[1:].decode(errors='replace')}")
-    copies = [_unpack(m, "all_gather_object", where, rank, ours=rank == ours.rank) for rank, m in enumerate(messages)]
+    copies = [_unpack(m, "all_gather_object", where, call, rank, ours=rank == ours.rank) for rank, m in enumerate(messages)]
     return [obj if rank == ours.rank else copy for rank, copy in enumerate(copies)]
 
 
@@ -78,7 +101,7 @@ def _checked_name(name: Any, verb: str) -> str:
     return f"{verb}.{name}" if name else verb
 
 
-def _pack(obj: Any, verb: str, where: str) -> bytes:
+def _pack(obj: Any, verb: str, where: str, call: int) -> bytes:
     """A message for the others, who wait for one whatever happens here: if ``obj`` cannot travel, the reason does."""
     encoder = Encoder(verb, exact=True)
     try:
@@ -91,12 +114,12 @@ def _pack(obj: Any, verb: str, where: str) -> bytes:
             return _ERROR + (f"{problem}. Other objects are pickled, which needs a job secret: set BPSX_SECRET on all processes, or start the "
                              "job with bpsx-run --local, which makes one").encode()
         body = pickle.dumps(obj)
-        return _PICKLED + (_adapter.proof(_PURPOSE, where, _adapter.session().rank, body) or b"") + body
+        return _PICKLED + (_proof(where, call, _adapter.session().rank, body) or b"") + body
     except Exception as e:      # __reduce__ and its like may raise anything
         return _ERROR + f"{verb}: {type(obj).__name__} cannot be pickled: {type(e).__name__}: {e}".encode(errors="replace")
 
 
-def _unpack(message: bytes, verb: str, where: str, sender: int, ours: bool) -> Any:
+def _unpack(message: bytes, verb: str, where: str, call: int, sender: int, ours: bool) -> Any:
     """The object in a message. If it is this worker's own (``ours``) nothing is made of it. Raises :class:`ObjectError`."""
     kind, body = message[:1], message[1:]
     if kind == _ERROR:
@@ -106,9 +129,10 @@ def _unpack(message: bytes, verb: str, where: str, sender: int, ours: bool) -> A
     if kind == _PLAIN:
         return _decoded(body, verb, sender)
     proof, pickled = body[:_PROOF_BYTES], body[_PROOF_BYTES:]
-    expected = _adapter.proof(_PURPOSE, where, sender, pickled)
+    expected = _proof(where, call, sender, pickled)
     if kind != _PICKLED or expected is None or not hmac.compare_digest(proof, expected):
-        raise ObjectError(f"{verb}: what has arrived from worker {sender} does not prove that it knows the job secret; it has not been unpickled")
+        raise ObjectError(f"{verb}: what has arrived from worker {sender} does not prove that it knows the job secret and was made for "
+                          "this call; it has not been unpickled")
     try:
         return pickle.loads(pickled)
     except Exception as e:

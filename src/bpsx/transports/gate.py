@@ -87,8 +87,8 @@ def prepare(made: socket.socket, interval: float, timeout: float) -> None:
 
 def dial(address: str, key: bytes, job: int, rank: int, before: Callable[[socket.socket, str], None] | None = None,
          more: bytes = b"") -> socket.socket:
-    """Worker ``rank``'s connection to the lane at ``address``, on which it has heard the lane's nonce and sent the greeting, and ``more`` behind it. ``before``: what to do to
-    the socket, given the lane's numeric address, before it is connected.
+    """Worker ``rank``'s connection to the lane at ``address``, on which it has heard the lane's nonce and sent the greeting, and ``more`` behind it.
+    ``before``: what to do to the socket, given the lane's numeric address, before it is connected.
 
     Raises :class:`~bpsx.errors.TransportError` for what is no address, and OSError: it cannot be reached now.
     """
