@@ -15,6 +15,8 @@ import pytest
 
 from bpsx.launch.hosts import assignment
 from bpsx.transports import beside, gate
+from cluster.strangers import command, greeting, memory
+from jobs import Job
 
 _KEY = b"a secret for these tests"
 
@@ -124,3 +126,17 @@ def test_a_secret_on_the_command_line_is_refused_and_not_repeated(text):
         assignment(text)
     assert "nobody may" not in str(caught.value)
     assert assignment("BPSX_SECRET_FILE=/x") == ("BPSX_SECRET_FILE", "/x")
+
+
+def test_a_handshake_of_many_mebibytes_is_not_kept_by_the_scheduler():
+    with Job("", workers=0, env={"DMLC_NUM_WORKER": "1", "BYTEPS_FORCE_DISTRIBUTED": "1"}) as job, contextlib.ExitStack() as stack:
+        job.servers[0].end()
+        before = memory(job.scheduler.popen.pid)
+        head, body = greeting(3, b"CURVE") + command(b"HELLO", b"", 40 << 20), bytes(1 << 20)
+        for _ in range(5):
+            s = stack.enter_context(socket.create_connection(("127.0.0.1", int(job.port)), 20))
+            with contextlib.suppress(OSError):      # cut off as soon as the size is known
+                s.sendall(head)
+                for _ in range(39):
+                    s.sendall(body)
+        assert memory(job.scheduler.popen.pid) - before < 60 << 20

@@ -12,6 +12,8 @@ from typing import Any
 
 PROTOCOL = 3
 MAX_BYTES = 64 << 20        # the places of a tensor with the most partitions fit
+#: ... and of a message to the scheduler. ZeroMQ keeps what a stranger sends as his handshake up to this size, on each connection.
+MAX_BYTES_TO_HUB = 8 << 20
 MAX_NAME = 4096
 
 _POSITION = (int, 0, 2**32)

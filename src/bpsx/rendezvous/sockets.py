@@ -14,7 +14,7 @@ import zmq
 from bpsx import secret
 from bpsx.config import Config
 from bpsx.errors import TransportError
-from bpsx.rendezvous.messages import MAX_BYTES
+from bpsx.rendezvous.messages import MAX_BYTES, MAX_BYTES_TO_HUB
 from bpsx.transports.address import is_ipv6
 
 Socket = Any
@@ -38,7 +38,7 @@ def open_socket(context: zmq.Context[Any], kind: int, config: Config) -> Socket:
     key = secret.curve_key(config.secret_bytes, _PURPOSE)
     opened = context.socket(kind)
     opened.setsockopt(zmq.LINGER, 500)
-    opened.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+    opened.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES_TO_HUB if kind == zmq.ROUTER else MAX_BYTES)
     opened.setsockopt(zmq.SNDHWM, 0)
     opened.setsockopt(zmq.RCVHWM, 0)
     if config.heartbeat_interval > 0:

@@ -50,7 +50,8 @@ class Refusals:
 class Door:
     """Answers for the sockets of one ZeroMQ context. Made before they listen; :meth:`open` once the job's number is known.
 
-    Data connections are made once and never again, so a token is good for one connection: of whoever shows it first. Only encryption keeps one who reads the network from being that.
+    Data connections are made once and never again, so a token is good for one connection: of whoever shows it first. Only
+    encryption keeps one who reads the network from being that.
     With CURVE (``encrypt``) whoever could begin a handshake knows the lane's public key, which nobody tells: that is proof enough.
     """
 
