@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,7 +31,10 @@ from bpsx.kernels.codecs import (
     load_momentum,
 )
 
+log = logging.getLogger("bpsx.compression")
 _MASK = 2**64 - 1
+#: Ignored keys of which a warning has told, with where they were given.
+_told: set[tuple[str, str]] = set()
 DEFAULT_MU = 0.9
 #: Element types that can be compressed.
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -83,12 +87,47 @@ def _checked(given: dict[str, Any]) -> Compression:
     if not isinstance(name, str):
         raise ConfigError(f"compressor={name!r}: a name is needed")
     known = codec(name) if name else None
+    given = _without_others(given, known)
     _check_keys(given, known)
     ef = checked_choice("ef", given["ef"], *(known.feedback if known else ())) if "ef" in given else ""
     momentum = checked_choice("momentum", given["momentum"], "nesterov") if "momentum" in given else ""
     options = known.options({k: v for k, v in given.items() if k in known.keys}) if known else {}
     return Compression(name, tuple(sorted(options.items())), ef, momentum, _factor(given.get("mu", DEFAULT_MU)), _seed(given.get("seed", 0)),
                        checked_flag("fp16", given.get("fp16", False)))
+
+
+def _without_others(given: dict[str, Any], known: Codec | None) -> dict[str, Any]:
+    """``given`` without the options that belong to another compressor only, which BytePS ignores: its
+    scripts always pass ``k``. Warns once of each. Raises :class:`~bpsx.errors.ConfigError` for a value
+    that the other compressor would not take either."""
+    taken = {*COMMON, *(known.keys if known else ())}
+    kept = dict(given)
+    for key, value in given.items():
+        owners = [codec(n) for n in COMPRESSORS if key in codec(n).keys] if key not in taken else []
+        if not owners:
+            continue
+        _check_for_any(owners, key, value)
+        del kept[key]
+        place = f"compressor={known.name!r}" if known else "no compressor"
+        if (key, place) not in _told:
+            _told.add((key, place))
+            log.warning("compression_params: %s=%r is ignored: it means nothing with %s, but with %s",
+                        key, value, place, ", ".join(repr(c.name) for c in owners))
+    return kept
+
+
+def _check_for_any(owners: list[Codec], key: str, value: Any) -> None:
+    """Whether one of ``owners`` takes ``value`` for ``key``. Raises the first's refusal."""
+    refused: ConfigError | None = None
+    for owner in owners:
+        needed = {"k": 2} if "k" in owner.keys else {}
+        try:
+            owner.options({**needed, key: value})
+            return
+        except ConfigError as e:
+            refused = refused or e
+    assert refused is not None
+    raise refused
 
 
 def _check_keys(given: dict[str, Any], known: Codec | None) -> None:
@@ -98,11 +137,6 @@ def _check_keys(given: dict[str, Any], known: Codec | None) -> None:
             raise ConfigError(f"{key!r} is no key: allowed are {', '.join(sorted(every))}")
         if key in every:
             continue
-        owners = [n for n in COMPRESSORS if key in codec(n).keys]
-        if owners and known is not None:
-            raise ConfigError(f"{key}={value!r} does not go with compressor={known.name!r}, but with {', '.join(map(repr, owners))}")
-        if owners:
-            raise ConfigError(f"{key}={value!r} without a compressor; it goes with {', '.join(map(repr, owners))}")
         raise ConfigError(f"{key}={value!r} is no key: allowed are {', '.join(sorted(every))}")
     if known is None:
         for key in ("ef", "momentum", "mu"):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import bpsx.compression
 from bpsx.choices import choose
 from bpsx.compressing import Compressing
 from bpsx.compression import NONE, Compression, Momentum, check_fits, compression, effective, make, mix, parse, stream
@@ -43,9 +44,10 @@ BAD: list[tuple[Any, list[str]]] = [
     ({"compressor": 3}, ["compressor=3"]), ({"compressor": "half "}, ["compressor='half '"]), ([], ["a mapping is needed", "list"]),
     ("onebit", ["str"]),
     ({"compressor": "onebit", "level": 3}, ["level=3", "allowed are", "compressor", "scaling"]), ({3: 4}, ["3", "allowed are"]),
-    ({"compressor": "topk", "k": 0.1, "scaling": True}, ["scaling=True", "'topk'", "'onebit'"]),
-    ({"compressor": "onebit", "k": 3}, ["k=3", "'onebit'", "'topk', 'randomk', 'dithering'"]),
-    ({"compressor": "topk", "k": 0.1, "partition": "linear"}, ["partition='linear'", "'dithering'"]),
+    ({"compressor": "topk", "k": 0.1, "scaling": 1}, ["scaling=1"]), ({"compressor": "onebit", "k": "3"}, ["k='3'"]),
+    ({"compressor": "onebit", "k": -1}, ["k=-1"]), ({"k": float("nan")}, ["k=nan"]),
+    ({"compressor": "topk", "k": 0.1, "partition": "lineal"}, ["partition='lineal'", "'linear'"]),
+    ({"compressor": "onebit", "K": 3}, ["K=3", "allowed are"]), ({"compressor": "", "kk": 1}, ["kk=1", "allowed are"]),
     ({"compressor": "topk"}, ["k"]), ({"compressor": "randomk"}, ["k"]), ({"compressor": "dithering"}, ["k"]),
     ({"compressor": "topk"}, ["k is missing: allowed are an integer"]),
     ({"compressor": "topk", "k": 0}, ["k=0"]), ({"compressor": "topk", "k": 0.0}, ["k=0.0"]), ({"compressor": "topk", "k": -1}, ["k=-1"]),
@@ -70,7 +72,7 @@ BAD: list[tuple[Any, list[str]]] = [
     ({"compressor": "onebit", "mu": 0.9}, ["mu=0.9", "momentum"]),
     ({"compressor": "onebit", "momentum": "nesterov", "mu": 1.0}, ["mu=1.0"]), ({"compressor": "onebit", "scaling": 1}, ["scaling=1"]),
     ({"compressor": "onebit", "seed": -1}, ["seed=-1"]), ({"compressor": "onebit", "seed": 2**64}, ["seed="]), ({"fp16": "yes"}, ["fp16='yes'"]),
-    ({"ef": "vanilla"}, ["ef='vanilla'", "without a compressor"]), ({"k": 3}, ["k=3", "without a compressor"]),
+    ({"ef": "vanilla"}, ["ef='vanilla'", "without a compressor"]),
     ({"momentum": "nesterov"}, ["momentum"]),
 ]
 
@@ -89,6 +91,26 @@ def test_what_is_refused_is_named_with_what_is_allowed(params: Any, named: list[
     assert isinstance(refused.value, ValueError) and str(refused.value).startswith("compression_params of 'w': ")
     for text in named:
         assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(("params", "plain"), [
+    ({"compressor": "onebit", "k": 1, "scaling": True}, {"compressor": "onebit", "scaling": True}),
+    ({"compressor": "", "k": 1, "fp16": True}, {"fp16": True}),
+    ({"compressor": "", "k": 1, "ef": "", "momentum": "", "scaling": False, "fp16": False}, {}),
+    ({"compressor": "topk", "k": 0.1, "scaling": True, "partition": "linear", "normalize": "max"}, {"compressor": "topk", "k": 0.1}),
+    ({"k": 3, "partition": "natural"}, {}),
+], ids=str)
+def test_options_of_another_compressor_are_ignored_as_in_byteps(
+    params: dict[str, Any], plain: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bpsx.compression, "_told", set())
+    strange = {key for key, value in params.items() if value and key not in plain}
+    for _ in range(2):
+        assert compression(params) == compression(plain)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == len(strange), "once for each"
+    for key in strange:
+        assert any(f": {key}={params[key]!r} is ignored: it means nothing with " in text for text in told)
 
 
 @pytest.mark.parametrize(("params", "plain"), NUMPY, ids=str)
