@@ -181,7 +181,7 @@ def test_more_parameters_later(fake: FakeSession) -> None:
     more(model(DATA)).sum().backward()
     optimizer.step()
     added = {p.name: p.priority for p in fake.pushes if p.name not in NAMES}
-    assert added == {"Gradient.push_pull.noname.1.0": -4, "Gradient.push_pull.noname.1.1": -5}
+    assert added == {f"Gradient.push_pull.noname.1.{i} beside 0.weight": -4 - i for i in (0, 1)}
 
 
 # ---- accumulation

@@ -24,12 +24,13 @@ class AsyncExchange(Exchange):
 
     asynchronous = True
 
-    def __init__(self, names: list[tuple[str, torch.Tensor]], passes: int) -> None:
+    def __init__(self, names: list[tuple[str, torch.Tensor]], passes: int, what: str,
+                 ordinal: int | None) -> None:
         self._before: dict[int, torch.Tensor] = {}      # by parameter: its weights before the step, then what the step has added
         self._seeded: set[int] = set()
         self._session: object = None                    # in whose servers those are
         self._waiting: list[Handle] = []                # not waited for yet: an interruption leaves some
-        super().__init__(names, None, passes, active=False)
+        super().__init__(names, None, passes, active=False, what=what, ordinal=ordinal)
 
     def add(self, names: list[tuple[str, torch.Tensor]], attach: bool = True) -> None:
         """Take charge of parameters, each less urgent than all before it."""
@@ -48,6 +49,7 @@ class AsyncExchange(Exchange):
     def step(self, base: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         """Let ``base`` step, push what that has added to each weight, and take what the servers have then. Raises the first failure, after
         the last push has ended."""
+        self.owner.check_current()
         self._finish([])
         self._seed()
         ours = [m for m in self._managed if m.parameter.requires_grad]

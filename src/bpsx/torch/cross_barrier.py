@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import numbers
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -25,8 +24,17 @@ from bpsx.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from bpsx.torch.compression import Compression, Compressor
 from bpsx.torch.eager import eager
 from bpsx.torch.exchange import Exchange, GradientOrderError, Kind
+from bpsx.torch.noted import OWN, Noted
 from bpsx.torch.ops import poll, push_pull_async_inplace, synchronize
-from bpsx.torch.optimizer import _DistributedOptimizer, check_optimizer, check_options, mix_in, names_of
+from bpsx.torch.optimizer import (
+    Names,
+    _DistributedOptimizer,
+    check_optimizer,
+    check_options,
+    mix_in,
+    names_of,
+    takes_closure,
+)
 from bpsx.torch.serving import Serving, check_model
 from bpsx.torch.under_way import Round, ended, raise_first
 
@@ -40,9 +48,6 @@ __all__ = ["Compression", "CrossBarrier", "broadcast_optimizer_state", "broadcas
 _LOOK_ACROSS = {"SAM", "ASAM", "GSAM", "Lookahead", "KFAC", "FusedLAMB", "Prodigy", "DAdaptAdam", "DAdaptSGD", "DAdaptAdaGrad", "DAdaptLion",
                 "DAdaptAdan", "DAdaptAdanIP"}
 _NORM_OF_ALL = ("max_grad_norm", "clip_grad_norm")
-#: Attributes of an optimizer that a part of it must not share or bring back.
-_OWN = {"param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_exchange", "_barrier",
-        "_should_synchronize"}
 
 
 def CrossBarrier(  # noqa: N802  (BytePS's name)
@@ -85,11 +90,12 @@ def CrossBarrier(  # noqa: N802  (BytePS's name)
     check_model(model)
     if not isinstance(num_steps, int) or num_steps < 1:
         raise ConfigError(f"CrossBarrier: num_steps={num_steps!r}: allowed are integers from 1")
-    names = names_of(optimizer, named_parameters, "CrossBarrier")
     config = _adapter.session().config
     if config.asynchronous:
         raise ConfigError("CrossBarrier: BYTEPS_ENABLE_ASYNC=1 has no barrier to cross: use DistributedOptimizer")
-    barrier = _Barrier(names, compression, checked_passes(backward_passes_per_step, "CrossBarrier"), config.distributed, num_steps, sparse_as_dense)
+    names = names_of(optimizer, named_parameters, "CrossBarrier")
+    barrier = _Barrier(names, compression, checked_passes(backward_passes_per_step, "CrossBarrier"), config.distributed, num_steps, sparse_as_dense,
+                       f"CrossBarrier ({type(optimizer).__name__})")
     mixed = cast("_CrossBarrier", mix_in(_CrossBarrier, optimizer, barrier))
     mixed._barrier = barrier
     barrier.serve(model, mixed)
@@ -115,11 +121,11 @@ class _Barrier(Exchange):
     decides_early = True        # to ask is to wait for the slowest worker, in every step
     has_quick_hooks = False     # each has to see whether its parameter's update is pending
 
-    def __init__(self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor], passes: int, active: bool, steps: int,
-                 sparse_as_dense: bool) -> None:
+    def __init__(self, names: Names, compression: type[Compressor], passes: int, active: bool, steps: int,
+                 sparse_as_dense: bool, what: str) -> None:
         self._pending: dict[int, tuple[Managed, Pushed]] = {}      # by id of parameter: stepped, not updated
         self._stepped: Round | None = None                          # in which it has been pushed
-        self._options: list[_Noted] = []                            # of each group, when step() was called
+        self._options: list[Noted] = []                            # of each group, when step() was called
         self._parts = 0                                             # in how many the update has been made so far
         self._parts_agree = False                                   # a step in several parts has shown that they do not depend on each other
         # Of the optimizer, while something is pending, what an update needs: its own class, its attributes. Not the optimizer: that may go.
@@ -127,7 +133,8 @@ class _Barrier(Exchange):
         self._gone = False
         self._steps_left = steps
         self.idle = False               # no forward pass that could lead to gradients since step()
-        super().__init__(names, compression, passes, active, sparse_as_dense)
+        super().__init__(names, compression, passes, active, sparse_as_dense, what=what,
+                         ordinal=names.ordinal)
         _alive.add(self)
 
     def serve(self, model: nn.Module, optimizer: _CrossBarrier) -> None:
@@ -194,6 +201,10 @@ class _Barrier(Exchange):
 
         Raises the first failure, after the last push has ended.
         """
+        with self.trainer.at_work():
+            return self._defer(optimizer)
+
+    def _defer(self, optimizer: _CrossBarrier) -> bool:
         self.attach()
         now = self._open_round()
         if not any(now.failures) and any(m.kind is Kind.SPARSE for m in self._managed if m.parameter.requires_grad):
@@ -222,6 +233,11 @@ class _Barrier(Exchange):
 
     # ---- making up for it
 
+    @property
+    def busy(self) -> bool:
+        """Whether there are updates or sums to wait for."""
+        return self.pending or self.under_way
+
     def apply_all(self) -> None:
         """Make all updates that are pending."""
         if self._pending:
@@ -231,9 +247,11 @@ class _Barrier(Exchange):
         """Wait for the averages of those of ``parameters`` that are pending, and update them, and what else has come home by then: an update
         of many costs little more than one of few. Raises the first failure, when all has ended that was pending; nothing is then."""
         due = [id(p) for p in parameters if id(p) in self._pending]
-        now = self._stepped
-        if not due or now is None:
-            return
+        if due and self._stepped is not None:
+            with self.trainer.at_work():
+                self._apply(due, self._stepped)
+
+    def _apply(self, due: list[int], now: Round) -> None:
         self._heed(now)
         for key in due:     # what interrupts this leaves everything as it was; what has failed is told below
             ended(self._pending[key][1])
@@ -278,8 +296,8 @@ class _Barrier(Exchange):
     def _note(self, base: Any, theirs: dict[str, Any]) -> None:
         """Remember the optimizer as it is: its update is still to be made, in parts."""
         self._held = base, theirs
-        self._attributes = _Noted({k: v for k, v in theirs.items() if k not in _OWN})
-        self._options = [_Noted({k: v for k, v in group.items() if k != "params"}) for group in _plain(theirs["param_groups"])]
+        self._attributes = Noted({k: v for k, v in theirs.items() if k not in OWN})
+        self._options = [Noted({k: v for k, v in group.items() if k != "params"}) for group in _plain(theirs["param_groups"])]
 
     def _step(self, which: set[int]) -> None:
         """Let the optimizer's own class step on some parameters: a copy that knows only these, with the options and attributes of then."""
@@ -315,63 +333,6 @@ atexit.register(_forget_all)
 def _plain(groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The groups, without being noticed."""
     return (dict(dict.items(group)) for group in groups)
-
-
-class _Noted:
-    """Values by name as they were when ``step()`` was called, and what the update has made of them since, the same in each of its parts.
-
-    Numbers, containers of them and tensors of one element are known by value, whatever is changed in place meanwhile; others are what they are.
-    """
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._values = {k: _copied(v) for k, v in values.items()}
-        self._changed: dict[str, Any] = {}
-
-    def copy(self) -> dict[str, Any]:
-        """For one part of the update, to change as it likes."""
-        return {k: _copied(v) for k, v in self._values.items()}
-
-    def bring_back(self, after: dict[str, Any], original: dict[str, Any], who: str, where: str) -> None:
-        """What a part has changed (a counter, say) is the optimizer's. Raises :class:`ConfigError` if parts have changed it differently."""
-        for key, value in after.items():
-            if key in _OWN or key == "params" or key in self._values and _alike(self._values[key], value):
-                continue
-            if key in self._changed:
-                if not _alike(self._changed[key], value):
-                    raise ConfigError(f"CrossBarrier: {who} makes {key!r} {where} depend on which parameters step together: it looks across "
-                                      "parameters; use DistributedOptimizer")
-                continue
-            self._changed[key] = _copied(value)
-            there = original.get(key)
-            if isinstance(there, torch.Tensor) and isinstance(value, torch.Tensor) and there.shape == value.shape:
-                there.copy_(value)      # who else looks at this tensor sees it
-            else:
-                original[key] = value
-
-
-def _copied(value: Any) -> Any:
-    kind = type(value)
-    if kind in (list, tuple):
-        return kind(map(_copied, value))
-    if kind is dict:
-        return {k: _copied(v) for k, v in value.items()}
-    return value.detach().clone() if kind is torch.Tensor and value.numel() == 1 else value
-
-
-def _alike(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and bool(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
-    if type(a) in (list, tuple):
-        return len(a) == len(b) and all(map(_alike, a, b))
-    if type(a) is dict:
-        return a.keys() == b.keys() and all(_alike(v, b[k]) for k, v in a.items())
-    if isinstance(a, (numbers.Number, str, bytes)):
-        return bool(a == b or a != a and b != b)
-    return False
 
 
 @contextlib.contextmanager
@@ -427,7 +388,7 @@ class _CrossBarrier(_DistributedOptimizer):
 
     def _apply_pending(self) -> None:
         barrier = vars(self).get("_barrier")
-        if barrier is not None and barrier.pending:
+        if barrier is not None and barrier.pending and barrier.trainer.may_be_here():
             barrier.apply_all()
 
     def _look(self) -> None:
@@ -442,6 +403,10 @@ class _CrossBarrier(_DistributedOptimizer):
         if barrier.active:
             barrier.check_knows(vars(self)["param_groups"])
         at_once = not barrier.can_defer(self) or not self._should_synchronize
+        if closure is not None and takes_closure(self):
+            barrier.apply_all()
+            barrier.idle = True
+            return super().step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from bpsx import _adapter
 from bpsx.errors import ConfigError
 from bpsx.torch.compression import Compression, Compressor, check_compression
+from bpsx.torch.ddp_models import name_of
 from bpsx.torch.eager import eager
 from bpsx.torch.futures import COMPLETER
 from bpsx.torch.ops import check_tensor, mark_written, submit
@@ -20,12 +21,18 @@ from bpsx.torch.profiling import profiled, recorded
 class DDPHookState:
     """Options of :func:`ddp_comm_hook` for one model. Immutable; thread-safe.
 
-    ``name``: what the model's buckets are called on the wire; models whose backward passes may overlap need different ones, the same on all
-    workers. ``compression``: one of :class:`~bpsx.torch.Compression`, for the wire only. Raises :class:`~bpsx.errors.ConfigError`.
+    ``name``: what the model's buckets are called on the wire, the same on all workers; None: a name
+    with
+    the model's number among the DistributedDataParallel modules of the process, which all workers
+    make in
+    the same order. Two live models cannot have one name. ``compression``: one of
+    :class:`~bpsx.torch.Compression`, for the wire only. Raises :class:`~bpsx.errors.ConfigError`.
     """
 
-    def __init__(self, name: str = "DDP", compression: type[Compressor] = Compression.none) -> None:
-        if not isinstance(name, str) or not name:
+    def __init__(
+        self, name: str | None = None, compression: type[Compressor] = Compression.none,
+    ) -> None:
+        if name is not None and (not isinstance(name, str) or not name):
             raise ConfigError(f"DDPHookState: name={name!r}; a string that is not empty is needed")
         check_compression(compression, "DDPHookState")
         self.name, self.compression = name, compression
@@ -40,13 +47,15 @@ def ddp_comm_hook(state: DDPHookState | None, bucket: dist.GradBucket) -> torch.
 
     For a ``torch.nn.parallel.DistributedDataParallel`` over any process group of the same processes: that one sets the model up and
     broadcasts its buffers, gradients go through bpsx. Call :func:`bpsx.torch.init` before. ``state``: None, or a :class:`DDPHookState`
-    where several models are trained at once or gradients shall be compressed.
+    where models shall have names of their own or gradients shall be compressed.
 
     Buckets are summed as backward fills them; those that it fills last, which the next forward needs first, are the most urgent. A failure
     ends ``backward()`` with a :class:`RuntimeError` that holds bpsx's text. An average divides by ``size()``, also under
     ``torch.distributed.algorithms.Join``.
 
-    Raises :class:`~bpsx.errors.NotInitializedError`, :class:`~bpsx.errors.ConfigError` (another state; asynchronous training),
+    Raises :class:`~bpsx.errors.NotInitializedError`, :class:`~bpsx.errors.ConfigError` (another
+    state; asynchronous training; the
+    name of another live model),
     :class:`~bpsx.torch.UnsupportedTensor` and :class:`~bpsx.dtypes.UnsupportedDType`.
     """
     options = _DEFAULT if state is None else state
@@ -61,7 +70,7 @@ def ddp_comm_hook(state: DDPHookState | None, bucket: dist.GradBucket) -> torch.
                           "use bpsx.torch.DistributedOptimizer")
     buffer = bucket.buffer()
     # A bucket keeps its number when DistributedDataParallel makes new buckets, after the first step; what it holds is declared anew.
-    name = f"{options.name}.bucket.{bucket.index()}"
+    name = f"{name_of(bucket.parameters()[0], options.name)}.bucket.{bucket.index()}"
     check_tensor(buffer, name)
     wire, ctx = options.compression.compress(buffer.detach())
     def received(value: Any) -> torch.Tensor:

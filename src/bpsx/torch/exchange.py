@@ -11,22 +11,28 @@ from typing import Any
 import torch
 
 from bpsx import _adapter
-from bpsx.errors import BpsxError, ConfigError, MismatchError
+from bpsx.errors import ConfigError, MismatchError
 from bpsx.torch._gradients import Hook, Managed, all_together, is_alone, is_dense_on_gpu, missing_of, pushed_of, restart, settle, version
 from bpsx.torch.batch import Named, batch_of, push
 from bpsx.torch.compression import Compressor, NoneCompressor
+from bpsx.torch.looking import Trainer
 from bpsx.torch.ops import Handle, check_tensor, mark_written, submit, summable
+from bpsx.torch.order_errors import GradientOrderError as GradientOrderError
+from bpsx.torch.order_errors import (
+    added_after_look,
+    frozen_on_some,
+    interrupted,
+    too_often,
+    written_to,
+)
+from bpsx.torch.owner import PREFIX, ExchangeOwner
 from bpsx.torch.sparse import DENSE, SparseSum, check_sparse, empty_like
+from bpsx.torch.startup import StartupCheck
 from bpsx.torch.under_way import Round, ended, raise_first, zero_gradient
-from bpsx.torch.users import Count, Users
+from bpsx.torch.users import Users
 
-PREFIX = "Gradient."
 #: Under this, with the first parameter's name, the workers agree on which gradients are sparse.
 KINDS = "Kinds of gradients from "
-
-
-class GradientOrderError(BpsxError, RuntimeError):
-    """backward(), synchronize() and step() were called in an order in which gradients would be used or changed while under way."""
 
 
 class Kind(Enum):
@@ -45,7 +51,8 @@ class Exchange:
     has had a gradient somewhere, :meth:`complete` begins with a small sum of who has which kind. ``sparse_as_dense``: nothing travels sparse.
     A parameter that has no gradient on any worker keeps none, as it would in one process; :class:`Users` tells.
     ``average``: whether gradients become averages, or sums. ``choices``: how gradients are compressed, by name.
-    ``rate``: a parameter's learning rate.
+    ``rate``: a parameter's learning rate. ``what``: whose gradients these are, for people.
+    ``ordinal``: of the optimizer, if names are generated.
     """
 
     asynchronous = False
@@ -57,8 +64,11 @@ class Exchange:
     def __init__(
         self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor] | None, passes: int, active: bool,
         sparse_as_dense: bool = False, average: bool = True, choices: dict[str, _adapter.Compression] | None = None,
-        rate: Callable[[torch.Tensor], float] | None = None,
+        rate: Callable[[torch.Tensor], float] | None = None, what: str = "DistributedOptimizer",
+        ordinal: int | None = None,
     ) -> None:
+        self.owner = ExchangeOwner(what, self, ordinal)
+        self.trainer = Trainer()
         self.active = active
         self.synchronized = False       # every grad holds the average, and backward has added nothing since
         self.implicit = False           # ... because somebody has looked, not because synchronize() was called
@@ -66,6 +76,7 @@ class Exchange:
         self.choices, self._rate = choices or {}, rate
         self._batch = batch_of(average)
         self._managed: list[Managed] = []
+        self._startup = StartupCheck(self.owner, self._managed)
         self._session: object = None    # in which job the kinds were agreed
         self._begun = False             # backward has run since the last wait
         self._round: Round | None = None
@@ -77,6 +88,8 @@ class Exchange:
     def add(self, names: list[tuple[str, torch.Tensor]], attach: bool = True) -> None:
         """Take charge of parameters, each less urgent than all before it."""
         known = {id(m.parameter) for m in self._managed}
+        if self.active or self.asynchronous:
+            self.owner.claim({name: p for name, p in names if id(p) not in known})
         for name, parameter in names:
             if id(parameter) not in known:
                 known.add(id(parameter))
@@ -86,6 +99,10 @@ class Exchange:
                     self._declare(name, parameter)
         if attach:
             self.attach()
+
+    def added_name(self, group: int, index: int) -> str:
+        """The name of a parameter of a group that is added later."""
+        return self.owner.added_name(group, index, self._managed[0].name if self._managed else "")
 
     def _declare(self, name: str, parameter: torch.Tensor) -> None:
         if parameter.requires_grad:
@@ -97,7 +114,19 @@ class Exchange:
     @property
     def under_way(self) -> bool:
         """Whether a gradient has been pushed, or was due to be, and has not been waited for."""
-        return self._round is not None or self._asking is not None or any(m.pushed is not None or m.deferred for m in self._managed)
+        if self._round is not None or self._asking is not None or self._startup.under_way:
+            return True
+        return any(m.pushed is not None or m.deferred for m in self._managed)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are updates or sums to wait for."""
+        return self.under_way
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """All that are exchanged, most urgent first."""
+        return [m.parameter for m in self._managed]
 
     @property
     def settled(self) -> bool:
@@ -115,8 +144,10 @@ class Exchange:
 
     def attach(self) -> None:
         """Hang hooks on parameters that require a gradient and have none yet (PyTorch allows no hook on a frozen one)."""
-        if not self.active:
+        if not self.active or self.owner.replaced_by:
             return
+        if not self.owner.names:        # there was nobody to exchange with when it was made
+            self.owner.claim({m.name: m.parameter for m in self._managed})
         ref = weakref.ref(self)
         for managed in self._managed:
             if managed.hook is None and managed.parameter.requires_grad:
@@ -128,7 +159,8 @@ class Exchange:
                 managed.hook = managed.parameter.register_post_accumulate_grad_hook(hook)
 
     def detach(self) -> None:
-        """Take the hooks off."""
+        """Take the hooks off, and free the names."""
+        self.owner.release()
         for managed in self._managed:
             if managed.hook is not None:
                 managed.hook.remove()
@@ -146,19 +178,16 @@ class Exchange:
 
     def accumulated(self, managed: Managed) -> None:
         """Backward has added to a gradient. Raises :class:`GradientOrderError`."""
-        if self._round is not None or self._asking is not None:
-            raise GradientOrderError(
-                f"the gradient of {managed.name!r} was computed while an exchange that has been interrupted is still under way: call step() or "
-                "synchronize() again, which goes on with it, or zero_grad(), which waits for its end and throws the gradients away")
+        if self._round is not None or self._asking is not None or self._startup.under_way:
+            raise interrupted(managed)
         if managed.pushed is not None or managed.deferred:
-            raise GradientOrderError(
-                f"the gradient of {managed.name!r} was computed more than backward_passes_per_step={self._passes} times before step(): "
-                "raise backward_passes_per_step to add passes up, or call the optimizer's zero_grad() to throw the earlier gradients away; under "
-                "torch.utils.checkpoint, use_reentrant=False")
+            raise too_often(managed, self._passes, self.owner.what)
         if self.implicit:
             self._check_not_added(managed)
         if not self._begun:
             self._begun = True
+            if not managed.parameter.is_cuda:       # those are made on threads of autograd's
+                self.trainer.is_here()
             self._follow_job()
         self.synchronized = self.implicit = False
         managed.passes_left -= 1
@@ -175,8 +204,13 @@ class Exchange:
         return self._compression is NoneCompressor and managed.name not in self.choices
 
     def look(self) -> None:
-        """Somebody is about to look at gradients: wait for them, so that what is seen is averages. Raises as :meth:`complete`."""
-        if self.under_way:
+        """Somebody is about to look at gradients: wait for them, so that what is seen is averages.
+        Raises as :meth:`complete`.
+
+        Does nothing in a signal handler, during a backward pass, and on another thread than the one
+        that trains: there it would disturb the training.
+        """
+        if self.under_way and self.trainer.may_wait():
             self.complete()
             self.implicit = True
             for managed in self._managed:
@@ -191,6 +225,10 @@ class Exchange:
         self.active = _adapter.session().config.distributed     # resume() may have changed it
         if not self.active and not self.under_way:
             return
+        with self.trainer.at_work():
+            self._complete(discard)
+
+    def _complete(self, discard: bool) -> None:
         self.attach()
         now = self._open_round()
         self._push_missing(now)
@@ -218,9 +256,11 @@ class Exchange:
     def _open_round(self) -> Round:
         """The round that an interruption has left open, or a new one, for which all workers agree on what travels how."""
         self._batch.quick = False
+        self.owner.check_current()
         if self._round is None:
-            self._round = Round(self._agree())
-            self._round.failures += self._heed_late()
+            self._startup.run()
+            agreed = self._agree()
+            self._round = Round([*self._startup.take(), *agreed, *self._heed_late()])
         return self._round
 
     def _push_missing(self, now: Round) -> None:
@@ -273,7 +313,7 @@ class Exchange:
         for managed, count in zip(self._managed, users.counts, strict=True):
             managed.wanted = count.used > 0
             if count.trained and count.frozen:
-                now.failures.insert(0, _frozen_on_some(managed, count))
+                now.failures.insert(0, frozen_on_some(managed, count))
                 if id(managed) in now.frozen:
                     now.failures.append(self._try(self._stand_in, managed))
 
@@ -289,7 +329,8 @@ class Exchange:
             return [failure]
         if not users.differ:
             return []
-        return [_frozen_on_some(m, count) for m, count in zip(self._managed, users.counts) if count.trained and count.frozen]
+        return [frozen_on_some(m, count) for m, count in zip(self._managed, users.counts)
+                if count.trained and count.frozen]
 
     def _stand_in(self, managed: Managed) -> None:
         """Push zeros for a parameter that is frozen here and not elsewhere."""
@@ -440,20 +481,11 @@ class Exchange:
         if managed.parameter.grad is not gradient:
             managed.parameter.grad = gradient
         if pushed.written:
-            raise GradientOrderError(
-                f"the gradient of {managed.name!r} was written to while it was under way, so what the workers have summed is not what backward "
-                "computed: call the optimizer's synchronize() first, then change gradients, then step() inside skip_synchronize()")
+            raise written_to(managed)
 
     def _check_not_added(self, managed: Managed) -> None:
         """After an implicit wait the next gradients must be a new step's, not more of this one's: those the others would not have."""
         gradient, averaged = managed.parameter.grad, managed.averaged
         if averaged is not None and gradient is averaged[0] and averaged[1] is not None and version(gradient) == averaged[1] + 1 \
                 and is_alone(gradient):
-            raise GradientOrderError(
-                f"the gradient of {managed.name!r} was computed after the optimizer's param_groups had been read, which waits for gradients under "
-                "way: read them before the first or after the last backward() of a step, or call zero_grad() to begin anew")
-
-
-def _frozen_on_some(managed: Managed, count: Count) -> MismatchError:
-    return MismatchError(f"{managed.name!r} is trained on {count.trained} workers and frozen (requires_grad=False) on {count.frozen}: freeze and "
-                         "thaw parameters on all workers in the same step")
+            raise added_after_look(managed)

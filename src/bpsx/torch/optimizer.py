@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,8 +19,9 @@ from bpsx.torch import checkpoint
 from bpsx.torch.asynchronous import AsyncExchange
 from bpsx.torch.compression import Compression, Compressor, check_compression
 from bpsx.torch.eager import eager
-from bpsx.torch.exchange import PREFIX, Exchange, GradientOrderError
+from bpsx.torch.exchange import Exchange, GradientOrderError
 from bpsx.torch.momentum import TakenOver, momentum_of
+from bpsx.torch.owner import PREFIX, generated_name, new_ordinal
 
 
 def DistributedOptimizer(  # noqa: N802  (BytePS's name)
@@ -35,10 +36,15 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     that come first in ``named_parameters`` are the most urgent: the next forward pass needs them first.
 
     ``named_parameters``: (name, parameter) pairs, usually ``model.named_parameters()``, naming at least all parameters of ``optimizer``; by
-    default they are called ``push_pull.noname.<group>.<index>``. Names, order, shapes and dtypes must be the same on all workers. Two
-    distributed optimizers that live at once need different names. ``compression``: one of :class:`Compression`, for the wire only.
-    ``compression_params``: how servers and workers compress gradients: a mapping as in ``docs/compression.md``, for example
-    ``{"compressor": "onebit", "ef": "vanilla"}``, for all parameters, the same on all workers; not together with ``compression``.
+    default they are called ``push_pull.noname.<group>.<index>``, those of the second such optimizer
+    ``push_pull.noname.1.<group>.<index>``, and so on: make optimizers without names in the same order
+    on all workers. Names, order, shapes and dtypes must be the same on all workers; the first step
+    compares them, and a sample of the weights (``BPSX_CHECK_WEIGHTS``). Two distributed optimizers
+    that live at once need different names; one for the same parameters under the same names takes the
+    place of the earlier one, which can step no more. ``compression``: one of :class:`Compression`,
+    for the wire only. ``compression_params``: how servers and workers compress gradients: a mapping
+    as in ``docs/compression.md``, for example ``{"compressor": "onebit", "ef": "vanilla"}``, for all
+    parameters, the same on all workers; not together with ``compression``.
     ``backward_passes_per_step``: gradients of so many backward passes are added up locally before they are pushed; the result is averaged
     over workers, not over passes (divide the loss if you want that).
 
@@ -65,8 +71,9 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     Extra methods: ``synchronize()``, ``skip_synchronize()``, ``set_backward_passes_per_step(n)``. With a single worker (unless
     ``BYTEPS_FORCE_DISTRIBUTED``) nothing is pushed.
 
-    Raises :class:`ConfigError` (a :class:`ValueError`) for names given twice, parameters without a name, LBFGS, compression in
-    asynchronous training;
+    Raises :class:`ConfigError` (a :class:`ValueError`) for names given twice or in use by another
+    live optimizer, parameters without a name, LBFGS,
+    compression in asynchronous training;
     :class:`~bpsx.torch.UnsupportedTensor` and :class:`~bpsx.dtypes.UnsupportedDType` for parameters that cannot be sent;
     :class:`~bpsx.errors.NotInitializedError`. ``backward()`` raises :class:`UnsupportedTensor` for gradients that cannot be sent and
     :class:`GradientOrderError` if it runs again before ``step()``; ``step()`` raises whatever made a push fail, as
@@ -201,29 +208,64 @@ class _DistributedOptimizer(_Base):
 
     @eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Evaluate ``closure`` once, if given, wait for the averaged gradients, and step. Returns the closure's result."""
+        """Evaluate ``closure``, if given, wait for the averaged gradients, and step. Returns the
+        closure's result.
+
+        PyTorch's optimizers evaluate it once; one of another library may do so as often as it
+        likes, equally often on all
+        workers (SAM), and gets averages each time.
+        """
         if isinstance(self._exchange, AsyncExchange):
             return self._exchange.step(super().step, closure)
+        exchange = self._exchange
+        if exchange.active:
+            exchange.check_knows(vars(self)["param_groups"])
+        if closure is not None and takes_closure(self):
+            return self._step_with(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._settle()
+        with self._without_momentum():
+            result = super().step()
+        return result if closure is None else loss
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        """Let the optimizer evaluate ``closure`` itself, as SAM does after it has moved the
+        weights:
+        each evaluation is followed by an exchange, so all workers must evaluate it equally
+        often."""
+        if self._exchange.under_way:    # gradients of a backward pass before step()
+            self._settle()
+
+        def averaged() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._settle()
+            return loss
+
+        with self._without_momentum():
+            return super().step(averaged)
+
+    def _settle(self) -> None:
+        """Wait until gradients are averages, as :meth:`step` does before it steps."""
         exchange = self._exchange
-        if exchange.active:
-            exchange.check_knows(vars(self)["param_groups"])
         if self._should_synchronize:
             if exchange.synchronized and not exchange.implicit:
-                warnings.warn("step() after synchronize() pushes all gradients again; put step() inside optimizer.skip_synchronize()",
-                              stacklevel=3)
+                warnings.warn("step() after synchronize() pushes all gradients again; put step() inside "
+                              "optimizer.skip_synchronize()", stacklevel=4)
             if not exchange.settled:
                 exchange.complete()
         elif exchange.under_way:
             raise GradientOrderError("step() inside skip_synchronize() while gradients are under way: call synchronize() first")
         exchange.synchronized = exchange.implicit = False
-        taken_over = self._taken_over if exchange.active else None
-        with taken_over.off(vars(self)["param_groups"], vars(self)["state"]) if taken_over is not None else nullcontext():
-            result = super().step()
-        return result if closure is None else loss
+
+    def _without_momentum(self) -> AbstractContextManager[None]:
+        taken_over = self._taken_over if self._exchange.active else None
+        if taken_over is None:
+            return nullcontext()
+        return taken_over.off(vars(self)["param_groups"], vars(self)["state"])
 
     @eager
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -236,12 +278,16 @@ class _DistributedOptimizer(_Base):
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the base class; the new parameters are called ``push_pull.noname.<group>.<index>`` and are the least urgent."""
+        """As the base class; the new parameters are the least urgent. They are called
+        ``push_pull.noname.<group>.<index>``, with this optimizer's
+        number, or the name of its first parameter if it has been given names."""
         super().add_param_group(param_group)
         group = len(self.param_groups) - 1
         if self._exchange.choices:
             warnings.warn("the gradients of a group that is added to an optimizer with compression_params are not compressed", stacklevel=2)
-        self._exchange.add([(_default_name(group, i), p) for i, p in enumerate(self.param_groups[group]["params"])])
+        exchange = self._exchange
+        params = enumerate(self.param_groups[group]["params"])
+        exchange.add([(exchange.added_name(group, i), p) for i, p in params])
 
     def state_dict(self) -> dict[str, Any]:
         """As the base class. With ``compression_params``, under "bpsx", what compression keeps of this worker's gradients, and on worker 0 what the
@@ -269,10 +315,23 @@ class _DistributedOptimizer(_Base):
             warnings.warn("after shutdown() an optimizer's state_dict() has nothing of what compression keeps: take it before", stacklevel=3)
             return {}
         exchange.look()
+        if exchange.under_way:
+            warnings.warn("state_dict() in a signal handler, a backward pass or another thread, while "
+                          "gradients are under way, has nothing of what compression keeps", stacklevel=3)
+            return {}
         return {name: PREFIX + name for name in exchange.choices}
 
     # Optimizer.__setstate__ (load_state_dict) would wrap it and so run the user's step hooks twice: the base class's step runs them.
     step.hooked = True  # type: ignore[attr-defined]
+
+
+def takes_closure(optimizer: _DistributedOptimizer) -> bool:
+    """Whether the optimizer may evaluate a closure in another way than all of PyTorch's, which
+    begin with that."""
+    line = type(optimizer).__mro__
+    base = line[line.index(_DistributedOptimizer) + 1]
+    owner = next(cls for cls in base.__mro__ if "step" in vars(cls))
+    return not owner.__module__.startswith("torch.optim.")
 
 
 def _rates(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], float]:
@@ -291,13 +350,14 @@ def _rates(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], float]:
 
 
 def _exchange_for(
-    optimizer: torch.optim.Optimizer, names: list[tuple[str, torch.Tensor]], compression: type[Compressor], passes: int, sparse_as_dense: bool,
-    average: bool, choices: dict[str, _adapter.Compression],
+    optimizer: torch.optim.Optimizer, names: Names, compression: type[Compressor], passes: int,
+    sparse_as_dense: bool, average: bool, choices: dict[str, _adapter.Compression],
 ) -> Exchange:
     """Of gradients, or of weights in asynchronous training. Raises :class:`ConfigError`."""
-    config = _adapter.session().config
+    config, what = _adapter.session().config, f"DistributedOptimizer ({type(optimizer).__name__})"
     if not config.asynchronous:
-        return Exchange(names, compression, passes, config.distributed, sparse_as_dense, average, choices, _rates(optimizer))
+        return Exchange(names, compression, passes, config.distributed, sparse_as_dense, average,
+                        choices, _rates(optimizer), what, names.ordinal)
     if choices:
         raise ConfigError("DistributedOptimizer: compression_params with BYTEPS_ENABLE_ASYNC=1: servers add to the weights themselves, so nothing "
                           "can be compressed")
@@ -307,20 +367,25 @@ def _exchange_for(
     if not average:
         raise ConfigError("DistributedOptimizer: gradients are to be summed (op=Sum) with BYTEPS_ENABLE_ASYNC=1: there each worker steps on its own "
                           "gradients; leave op out")
-    return AsyncExchange(names, passes)
+    return AsyncExchange(names, passes, what, names.ordinal)
 
 
-def _default_name(group: int, index: int) -> str:
-    return f"push_pull.noname.{group}.{index}"
+class Names(list[tuple[str, torch.Tensor]]):
+    """Parameters with their names. ``ordinal``: the optimizer's number, if they are generated."""
+
+    ordinal: int | None = None
 
 
 def names_of(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None, verb: str = "DistributedOptimizer",
-) -> list[tuple[str, torch.Tensor]]:
+) -> Names:
     """The optimizer's parameters with their names, most urgent first, each once. Raises :class:`ConfigError`."""
     ours = {id(p): (g, i, p) for g, group in enumerate(optimizer.param_groups) for i, p in enumerate(group["params"])}
     if named is None:
-        return [(_default_name(g, i), p) for g, i, p in ours.values()]
+        ordinal = new_ordinal()
+        names = Names((generated_name(ordinal, g, i), p) for g, i, p in ours.values())
+        names.ordinal = ordinal
+        return names
     # Of these the parts would say nothing: the text is to name what was given.
     whole = not isinstance(named, Iterable) or isinstance(named, (Mapping, str, bytes, torch.Tensor, torch.nn.Module))
     pairs: list[Any] = [named] if whole else list(named)
@@ -339,7 +404,7 @@ def names_of(
     if unnamed:
         instead = "" if first else " (it has none of them: model.state_dict() has other tensors, model.named_parameters() has these)"
         raise ConfigError(f"{verb}: named_parameters lacks {len(unnamed)} of the optimizer's parameters: {'; '.join(unnamed[:10])}{instead}")
-    return list(first.values())
+    return Names(first.values())
 
 
 def _take_patched_step(optimizer: torch.optim.Optimizer) -> bool:

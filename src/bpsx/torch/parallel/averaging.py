@@ -55,7 +55,8 @@ class Averaging(Exchange):
         self._round: _Round | None = None       # begun and not ended: an interruption leaves it open
         self._pass = -1
         self._end: Callable[[], _End | None] = lambda: None
-        super().__init__(names, compression, 1, active, sparse_as_dense=True)
+        super().__init__(names, compression, 1, active, sparse_as_dense=True,
+                         what="DistributedDataParallel")
 
     # ---- during a pass
 
@@ -155,6 +156,7 @@ class Averaging(Exchange):
             else:
                 now.aside[id(managed)] = self._push_aside(managed)
 
+        self._startup.begin()       # and waited for when all modules of this pass have begun
         try:
             self._count(now, self._is_used, self._name)
         except Exception as e:
@@ -166,6 +168,8 @@ class Averaging(Exchange):
     def _end_round(self) -> None:
         now = self._round
         assert now is not None
+        self._startup.run()
+        now.failures += self._startup.take()
         for managed in now.ours:
             if managed.pushed is not None:
                 self._await(self._receive, managed, now)

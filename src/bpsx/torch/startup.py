@@ -1,0 +1,203 @@
+"""Comparison in an exchange's first step: all workers mean the same by its names, and begin with
+the same weights."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bpsx import _adapter
+from bpsx.errors import MismatchError
+from bpsx.startup_check import (
+    COLUMNS,
+    PREFIX,
+    digest,
+    meaning_of,
+    meaning_problem,
+    stride_of,
+    weights_problem,
+)
+from bpsx.torch._gradients import Managed
+from bpsx.torch.ops import Handle, submit
+from bpsx.torch.owner import ExchangeOwner
+from bpsx.torch.under_way import ended
+
+_CALL = "broadcast_parameters(model.state_dict(), root_rank=0)"
+#: Types whose elements are this worker's own copy of a whole parameter; a sharded one's are not.
+_WHOLE = (torch.nn.Parameter, torch.Tensor)
+_alive: weakref.WeakSet[StartupCheck] = weakref.WeakSet()
+
+
+class StartupCheck:
+    """Runs once in each session, and costs one small push_pull. An interrupted wait is resumed by
+    the next :meth:`run`. Not thread-safe."""
+
+    def __init__(self, owner: ExchangeOwner, managed: list[Managed]) -> None:
+        self._owner, self._managed = owner, managed
+        self._session: object = None  # in which it has run, or runs
+        self._rows: torch.Tensor | None = None
+        self._handle: Handle | None = None  # of the sum under way
+        self._asks = False  # that sum is the second one: is it another optimizer elsewhere?
+        self._found: list[Exception] = []
+        self._fatal = (
+            ""  # what no further step can mend: names of the workers mean different things
+        )
+        self._weights = 0  # their digest when it ran
+        _alive.add(self)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an interrupted wait has left a sum under way."""
+        return self._handle is not None
+
+    def run(self) -> None:
+        """Compare with the other workers, if that has not been done in this session. :meth:`take`
+        returns what is wrong.
+
+        Raises :class:`MismatchError`, on all workers and from then on, if their names mean different
+        things: then not even what follows would meet.
+        """
+        self.begin()
+        session = _adapter.session()
+        while self._handle is not None:
+            failure = ended(self._handle)
+            self._handle = None
+            if failure is not None:
+                self._found.append(failure)
+            elif self._asks:
+                self._judge_swapped()
+            else:
+                self._judge(session)
+        self._asks = False
+        self._refuse()
+
+    def begin(self) -> None:
+        """Begin to compare, if that has not been done in this session. Waits for nobody."""
+        session = _adapter.session()
+        if self._session is session or not self._managed:
+            return
+        self._session, self._fatal = session, ""
+        self._begin(session)
+
+    def _refuse(self) -> None:
+        if self._fatal:
+            raise MismatchError(self._fatal)
+
+    def take(self) -> list[Exception]:
+        """The errors that have been found since the last call."""
+        found, self._found = self._found, []
+        return found
+
+    @property
+    def _name(self) -> str:
+        return PREFIX + min(m.name for m in self._managed)
+
+    def _begin(self, session: Any) -> None:
+        try:
+            self._weights = (
+                _weights_of(self._managed) if session.config.check_weights != "off" else 0
+            )
+            rows = torch.zeros(session.size, COLUMNS, dtype=torch.int64, device="cpu")
+            rows[session.rank, 0] = meaning_of(m.name for m in self._managed)
+            rows[session.rank, 1] = self._weights
+            self._submit(rows, self._name)
+        except Exception as e:
+            self._found.append(e)
+
+    def _submit(self, rows: torch.Tensor, name: str) -> None:
+        self._rows = rows
+        self._handle = submit(rows, rows, name, average=False, priority=1)
+
+    def _judge(self, session: Any) -> None:
+        """All workers see the same rows here, and so do the same."""
+        assert self._rows is not None
+        rows, what = self._rows.tolist(), f"the {self._owner.what}"
+        first = self._managed[0]
+        shape = _shape(first.parameter)
+        here = f"{len(self._managed)} parameters, the first {first.name!r} of shape {shape}"
+        error = meaning_problem(rows, what, here)
+        if error:
+            self._fatal = error
+            return
+        problem = weights_problem(rows, what, _CALL)
+        if not problem:
+            return
+        if self._owner.ordinal is not None:
+            self._asks = True
+            theirs = {row[1] for row in rows if row[1]} - {self._weights}
+            mine = any(check is not self and check.weights() in theirs for check in list(_alive))
+            try:
+                self._submit(
+                    torch.tensor([int(mine)], dtype=torch.int32, device="cpu"),
+                    f"{self._name}, in another order",
+                )
+            except Exception as e:
+                self._found.append(e)
+        self._tell(problem, session.config.check_weights)
+
+    def weights(self) -> int:
+        """The digest of the weights with which training began or is about to; 0: of none, or its
+        parameters have names."""
+        if self._owner.ordinal is None or self._owner.replaced_by:
+            return 0
+        return self._weights or _weights_of(self._managed)
+
+    def _judge_swapped(self) -> None:
+        assert self._rows is not None
+        if int(self._rows[0]) == _adapter.session().size:
+            self._fatal = (
+                f"the {self._owner.what} has generated names, and other weights than on other workers, "
+                "where another optimizer has these: the workers have made their optimizers in different "
+                "orders; give named_parameters, with names that no two optimizers share, or make them in "
+                "one order"
+            )
+
+    def _tell(self, problem: str, how: str) -> None:
+        if how == "error":
+            self._found.append(MismatchError(problem))
+        else:
+            warnings.warn(problem, stacklevel=2)
+
+
+def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    return () if torch.nn.parameter.is_lazy(parameter) else tuple(parameter.shape)
+
+
+def _weights_of(managed: Sequence[Managed]) -> int:
+    """Digest of the trained parameters' elements, a few of each, by their bits. 0: there are
+    none."""
+    samples: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    sizes = []
+    with torch.no_grad():
+        for m in managed:
+            parameter = m.parameter
+            if (
+                parameter.requires_grad
+                and type(parameter) in _WHOLE
+                and parameter.layout is torch.strided
+                and not parameter.is_meta
+            ):
+                samples.setdefault((parameter.dtype, parameter.device), []).append(
+                    _sample(parameter)
+                )
+                sizes.append(parameter.numel())
+        parts = [_bytes_of(torch.cat(tensors)) for tensors in samples.values()]
+    return digest([repr(sizes).encode(), *parts]) if sizes else 0
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Elements evenly spread in logical order, so that the layout in memory does not matter."""
+    n = tensor.numel()
+    step = stride_of(n)
+    if tensor.is_contiguous():
+        return tensor.as_strided((-(-n // step),), (step,), tensor.storage_offset())
+    return tensor.take(torch.arange(0, n, step, device=tensor.device))
+
+
+def _bytes_of(flat: torch.Tensor) -> bytes:
+    plain = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    return bytes(plain.view(torch.uint8).cpu().numpy())
