@@ -170,9 +170,9 @@ OPTIONS: tuple[Option, ...] = (
            "When all workers have waited this long for tensors that another one has not pushed, those push_pulls fail.", _FAIL),
     Option("check_weights", "BPSX_CHECK_WEIGHTS", choice("warn", "error", "off"), "warn",
            "warn | error | off",
-           "What happens in an optimizer's first step if workers have different weights, as after "
-           "a forgotten broadcast_parameters: a sample of "
-           "each parameter's elements is compared, bit for bit.", _FAIL),
+           "What happens in the first step of a PyTorch optimizer if workers have different weights, as "
+           "after a forgotten broadcast_parameters: a sample of each parameter's elements is compared, bit "
+           "for bit.", _FAIL),
     Option("shutdown_timeout", "BPSX_SHUTDOWN_TIMEOUT", number(0.1), 5.0, "seconds",
            "How long shutdown waits for push_pulls under way and for the scheduler's goodbye.", _FAIL),
     Option("term_grace", "BPSX_TERM_GRACE", number(0), 30.0, "seconds",
