@@ -184,3 +184,16 @@ def test_copies_own_nothing(fake: FakeSession) -> None:
     copied = copy.deepcopy(optimizer)
     train(model, optimizer)
     assert type(copied) is torch.optim.SGD
+
+
+def test_one_of_a_job_that_has_ended_frees_its_names(
+    fake: FakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = network(), network()
+    old = sgd(first)
+    train(first, old)
+    later = FakeSession()
+    monkeypatch.setattr("bpsx._adapter.session", lambda: later)
+    train(second, sgd(second))
+    with pytest.raises(ConfigError, match="cannot exchange anything any more"):
+        old.step()

@@ -38,10 +38,12 @@ class ExchangeOwner(Owner):
     def __init__(self, what: str, exchange: Exchanging, ordinal: int | None) -> None:
         super().__init__(what)
         self._exchange, self.ordinal = weakref.ref(exchange), ordinal
+        self.session: object = None  # in which it has exchanged, or was made
 
     def claim(self, names: Mapping[str, torch.Tensor]) -> None:
         """Register parameters by name. Raises :class:`ConfigError` if another live owner has one of
         the names."""
+        self.session = _adapter.session()
         wanted: dict[str, Any] = {PREFIX + name: parameter for name, parameter in names.items()}
         if self.ordinal is not None:
             wanted |= {f"{_UNNAMED}{id(parameter)}": parameter for parameter in names.values()}
@@ -59,8 +61,8 @@ class ExchangeOwner(Owner):
         So does one for others, as in the next fold of a
         cross-validation, if nothing but this one's optimizer knows its parameters any more."""
         exchange = self._exchange()
-        if exchange is None:
-            return ""
+        if exchange is None or self.session is not _adapter.session():
+            return ""  # of a job that has ended
         if same:
             return (
                 f"the {self.what} has gradients of the same parameters under way: call its step() "

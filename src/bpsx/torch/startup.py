@@ -81,6 +81,7 @@ class StartupCheck:
         if self._session is session or not self._managed:
             return
         self._session, self._fatal = session, ""
+        self._owner.session = session
         self._begin(session)
 
     def _refuse(self) -> None:
