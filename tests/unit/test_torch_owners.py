@@ -167,15 +167,21 @@ def test_a_single_worker_may_call_things_what_it_likes(fake: FakeSession) -> Non
         train(model, optimizer)
 
 
-def test_cross_barriers_too(fake: FakeSession) -> None:
+def test_an_idle_cross_barrier_gives_its_names_up(fake: FakeSession) -> None:
+    """Its model may be all that keeps it alive: so the earlier one hears of it when it steps."""
     first, second = network(), network()
     kept = CrossBarrier(
         first, torch.optim.SGD(first.parameters(), lr=0.1), first.named_parameters()
     )
+    first(DATA).sum().backward()
     with pytest.raises(ConfigError, match=r"of the CrossBarrier \(SGD\) made at"):
         sgd(second)
-    del kept
+    kept.step()
+    kept.synchronize()
     train(second, sgd(second))
+    first(DATA).sum().backward()
+    with pytest.raises(ConfigError, match="cannot exchange anything any more"):
+        kept.step()
 
 
 def test_copies_own_nothing(fake: FakeSession) -> None:

@@ -119,6 +119,7 @@ class _Barrier(Exchange):
     """The exchange of gradients, and the updates that wait for it."""
 
     decides_early = True        # to ask is to wait for the slowest worker, in every step
+    outlives = True             # it serves a model, whose class may know the optimizer
     has_quick_hooks = False     # each has to see whether its parameter's update is pending
 
     def __init__(self, names: Names, compression: type[Compressor], passes: int, active: bool, steps: int,

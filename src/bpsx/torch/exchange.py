@@ -56,6 +56,8 @@ class Exchange:
     """
 
     asynchronous = False
+    #: Whether it may keep the optimizer alive when nobody else does.
+    outlives = False
     #: Whether a parameter that nobody has used in the first step counts as dense from then on, so that no later step has to ask.
     decides_early = False
     #: Whether a hook may leave out :meth:`accumulated`: it does for all of a pass but the first, of those that go together.

@@ -20,7 +20,10 @@ _UNNAMED = "Parameter of an optimizer without names: "
 
 
 class Exchanging(Protocol):
-    """What an owner has to know of its exchange."""
+    """What an owner has to know of its exchange. ``outlives``: it may keep its model, and with that the
+    optimizer, alive when nobody else does."""
+
+    outlives: bool
 
     @property
     def busy(self) -> bool: ...
@@ -70,7 +73,7 @@ class ExchangeOwner(Owner):
                 if exchange.busy
                 else ""
             )
-        if not _are_in_use(exchange.parameters):
+        if exchange.outlives and not exchange.busy or not _are_in_use(exchange.parameters):
             return ""
         return (
             f"{name.removeprefix(PREFIX)!r} is also the name of another parameter, of the "
