@@ -11,6 +11,8 @@ from pathlib import Path
 
 from bench.jobs import Child, end_role, port_in, start
 from bench.report import BenchError
+from bpsx.config import Config
+from bpsx.launch.observe import Observer
 
 STAGES = ("init", "push", "pull", "idle", "shutdown")
 ROLES = ("worker", "server", "scheduler")
@@ -47,6 +49,16 @@ class Roles:
             self.__exit__()
             raise
         return self
+
+    def wait_for(self, role: str, count: int) -> None:
+        """Wait until the scheduler knows ``count`` nodes of a role: nobody can miss one that has not come. Raises :class:`BenchError`."""
+        config = Config({**self._common, "DMLC_ROLE": "worker", "DMLC_WORKER_ID": "0"})
+        end = time.monotonic() + _SECONDS
+        with Observer(config) as observer:
+            while sum(node["role"] == role for node in observer.ask()["nodes"]) < count:
+                if time.monotonic() >= end:
+                    raise BenchError(f"the scheduler has not heard of {count} {role}s in {_SECONDS:g} s")
+                time.sleep(0.02)
 
     def start_roles(self) -> int:
         """A scheduler and a server; the scheduler's port. Again for another job with the same workers."""
@@ -86,6 +98,9 @@ def strike(role: str, stage: str, number: int = signal.SIGKILL, **environment: s
         if stage == "push":
             job.server.send_signal(signal.SIGSTOP)
         _all(waiting, "begin", stage=stage)
+        if stage == "init":
+            job.wait_for("server", 1)
+            job.wait_for("worker", len(waiting))
         victim = {"worker": job.workers[1].process, "server": job.server, "scheduler": job.scheduler}[role]
         struck = time.monotonic()
         victim.send_signal(number)
