@@ -17,6 +17,7 @@ BENCHES = {
     "compress": "the compressors' kernels; against memcpy. --end-to-end: training on slow links; against float32 and bfloat16",
     "trace": "step time with every step recorded, on workers and server; against the same without",
     "trust": "seconds from a death to the exceptions, by role and stage; joining, start and stop of a job",
+    "scheduler": "what one message costs the scheduler, of 64 and of 1,024 simulated workers",
     "soak": "jobs started and stopped 1,000 times: failures, leaks, leftovers",
     "torch": "step time of an MLP and a small GPT; against DistributedDataParallel with gloo; what hides behind backward; CrossBarrier",
     "tensorflow": "100 gradients against the NumPy API; a training step against MultiWorkerMirroredStrategy",

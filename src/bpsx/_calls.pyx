@@ -20,6 +20,7 @@ import numpy as np
 
 from bpsx import _adapter, errors
 from bpsx._adapter import TensorView
+from bpsx.asking import OURS
 
 cdef Calls calls
 
@@ -94,6 +95,7 @@ def _serve() -> None:
     cdef Call *failed = NULL
     cdef Call *following
     cdef bint go_on = True
+    OURS.add(_thread.get_ident())
     while go_on:
         with nogil:
             go_on = wait_for_calls(&calls, &first, &failed)

@@ -7,6 +7,7 @@ from typing_extensions import Buffer
 
 from bpsx._handle import Handle, Item
 from bpsx._tensor import Declared, Tensor
+from bpsx.asking import Asking
 from bpsx.local._cuda import Gpu, Moment
 
 # Memory to read or write: a C-contiguous buffer, or (address, bytes) kept alive by `owner`.
@@ -90,8 +91,12 @@ class Core:
         """End every push_pull of ``tensor``, present and future."""
     def fail(self, status: int, detail: str) -> None:
         """End every push_pull, present and future. The first failure wins."""
-    def waiting(self, age_s: float) -> list[tuple[str, int, int, float]]:
-        """(name, generation, round, seconds) of push_pulls that need other workers and are older than ``age_s`` seconds, the oldest first."""
+    @property
+    def asking(self) -> Asking:
+        """Which threads wait for what."""
+    def waiting(self, age_s: float) -> list[tuple[str, int, int, float, float]]:
+        """(name, generation, round, seconds, seconds waited for or -1) of push_pulls that need other workers and are older than ``age_s`` seconds,
+        the oldest first."""
     def gauges(self) -> dict[str, int]:
         """What is under way: push_pulls, partitions that wait to be sent, bytes in flight."""
     def counters(self) -> dict[str, int]:

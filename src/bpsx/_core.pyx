@@ -37,6 +37,8 @@ from bpsx._tensor cimport Declared, Tensor
 from bpsx.transports.abi cimport Endpoint
 
 from bpsx import errors
+from bpsx._tensor import waiting
+from bpsx.asking import Asking
 
 cdef extern from "<unistd.h>" nogil:
     int getpid()
@@ -46,6 +48,7 @@ cdef class Core:
     """The state machine of a worker's partitions over one endpoint. Owned by the session; all methods are thread-safe."""
     cdef CCore c
     cdef object endpoint, capsule, thread, machine, watch, gpu, coder
+    cdef readonly object asking     # which threads wait for what: see asking.py
     cdef readonly int pid       # who made it: a forked child must not touch the parent's sockets
     cdef set tensors
     cdef list workers           # the pool's threads
@@ -82,6 +85,7 @@ cdef class Core:
             self.c.watch = <Watch *>PyCapsule_GetPointer(watch.abi(), b"bpsx.Watch")
         self._make_lanes(list(lanes), beside)
         self.tensors = set()
+        self.asking = Asking()
 
     cdef _make_lanes(self, list servers, beside):
         cdef uint32_t i
@@ -274,6 +278,7 @@ cdef class Core:
             self.end(handle, E_DEVICE, self.failed)
             return False
         handle.tensor = tensor
+        tensor.by_graph = tensor.by_graph or handle.by_graph
         handle.task.tensor = &tensor.c
         self.tensors.add(tensor)        # the core refers to it for the rest of its life
         Py_INCREF(handle)
@@ -386,16 +391,8 @@ cdef class Core:
         return self.outstanding + (unreaped(&self.c) if self.gpu is not None else 0)
 
     def waiting(self, age_s: float) -> list:
-        """Tensors whose push_pull needs the other workers and is older than ``age_s`` seconds, the oldest first:
-        [(name, generation, round, seconds)]."""
-        cdef int64_t now = now_ns()
-        cdef Tensor tensor
-        found = []
-        # A glance without the monitor: the pointer may go stale, so only the tensor's own, permanent memory is read.
-        for tensor in list(self.tensors):
-            if tensor.c.current != NULL and tensor.c.waits_for_others and now - tensor.c.started_ns > age_s * 1e9:
-                found.append((tensor.name, tensor.generation, tensor.c.parts[0].round, (now - tensor.c.started_ns) / 1e9))
-        return sorted(found, key=lambda item: -item[3])
+        """See :func:`bpsx._tensor.waiting`."""
+        return waiting(self.tensors, age_s, self.asking.everything_ns)
 
     def gauges(self) -> dict:
         """See :func:`bpsx.core.report.gauges_of`."""

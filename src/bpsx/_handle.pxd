@@ -25,6 +25,7 @@ cdef class Handle:
     cdef Py_buffer view_in, view_out
     cdef bint has_in, has_out
     cdef str failure
+    cdef bint by_graph          # a framework's graph waits for it
     cdef readonly object gpu    # None: not on a GPU
     cdef object streams         # ... a function that gives the current stream
     cdef object moment          # ... when the input is there
@@ -41,3 +42,4 @@ cdef class Handle:
     cdef error(self)
     cdef bint is_behind(self, uint64_t stream, uint64_t by)
     cdef _between_slices(self, int64_t end)
+    cdef void _ask(self)

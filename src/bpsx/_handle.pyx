@@ -33,7 +33,12 @@ cdef class Item:
         """What the core knows of it, if it is summed as it lies."""
         cdef Declared found = declared.get(self.name)
         code = codes.get(self.dtype)
-        return None if found is None or code is None else found.now(self.shape, code, None)
+        if found is None or code is None:
+            return None
+        tensor = found.now(self.shape, code, None)
+        if tensor is not None:
+            found.uses += 1
+        return tensor
 
 
 cdef class Handle:
@@ -58,6 +63,9 @@ cdef class Handle:
     def done(self) -> bool:
         """Whether the operation has ended, well or not; on a GPU, there. Does not block."""
         cdef int64_t status = atomic_load(&self.task.status)
+        if status == PENDING:
+            self._ask()
+            self.core.asking.polls()
         return status != PENDING and (self.gpu is None or status < 0 or self.task.come or self.gpu.come(<uintptr_t>self.task.over))
 
     cdef _output(self):
@@ -69,7 +77,7 @@ cdef class Handle:
         Raises a :class:`bpsx.errors.BpsxError` if the operation failed, :class:`TimeoutError` after ``timeout`` seconds.
         """
         cdef int64_t end = 0, slice_end
-        cdef bint finished
+        cdef bint finished, waited = False
         if getpid() != self.core.pid:
             raise errors.NotInitializedError(f"push_pull of {self.name!r} was begun in process {self.core.pid}; its forked child cannot wait for it")
         if timeout is not None:
@@ -82,6 +90,9 @@ cdef class Handle:
                 finished = wait_for(self.c, &self.task, slice_end)
             if not finished:
                 self._between_slices(end)
+                waited = True
+        if waited:
+            self.core.asking.over()
         if self.gpu is None:
             self.core.reap()
         else:                           # failed or not: who goes on with the memory shall not meet us there
@@ -98,6 +109,9 @@ cdef class Handle:
         """Have ``tell.run`` called once, with the status, by whoever ends this, any thread without the GIL; here and now if it has ended."""
         cdef int64_t status
         tell.next = NULL
+        self.by_graph = self.core.asking.graphs = True
+        if self.tensor is not None:
+            self.tensor.by_graph = True
         with nogil:
             lock(&self.c.monitor)
             status = self.task.status
@@ -132,6 +146,8 @@ cdef class Handle:
 
     cdef _between_slices(self, int64_t end):
         """Look for signals and the time; on the way out somebody else has to drive."""
+        self._ask()
+        self.core.asking.note(self)
         try:
             PyErr_CheckSignals()
             if end and now_ns() >= end:
@@ -139,5 +155,11 @@ cdef class Handle:
             if self.c.stopping and atomic_load(&self.task.status) == PENDING:
                 raise errors.ShutdownError(f"push_pull of {self.name!r}: bpsx was shut down")
         except BaseException:
+            self.core.asking.over(atomic_load(&self.task.status) == PENDING)
             self.core.kick()
             raise
+
+    cdef void _ask(self):
+        """Somebody waits for it."""
+        if self.tensor is not None:
+            self.tensor.ask()

@@ -1,5 +1,5 @@
 # What other extension modules see of _tensor.pyx.
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from bpsx.core.partition cimport Tensor as CTensor
 
@@ -14,7 +14,10 @@ cdef class Tensor:
     cdef readonly uint32_t generation
     cdef readonly uint64_t nbytes
     cdef str failure            # why every push_pull of it fails, if it does
+    cdef int64_t asked, asking_since    # when a thread has asked for it last, and since when without a long pause
+    cdef bint by_graph                  # a framework's graph waits for it
 
+    cdef void ask(self)
     cdef put_on(self, gpu)
     cdef take_off(self)
 
@@ -28,5 +31,6 @@ cdef class Declared:
     cdef public Tensor tensor           # None: not placed yet
     cdef public list pending            # prepared handles, waiting for the placement
     cdef public bint failed
+    cdef public uint32_t uses           # push_pulls that have begun with it
 
     cpdef Tensor now(self, shape, int dtype, codec)

@@ -1,10 +1,15 @@
 """What a name was declared as, for the core; see ``_tensor.pyx``."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from bpsx._handle import Handle
 from bpsx.compression import Compression
 from bpsx.local._cuda import Gpu
+
+def waiting(tensors: Collection[Tensor], age_s: float, everything_ns: int) -> list[tuple[str, int, int, float, float]]:
+    """(name, generation, round, seconds, seconds waited for or -1) of push_pulls that need other workers and are older than ``age_s`` seconds, the
+    oldest first. ``everything_ns``: since when all are waited for; 0: not."""
+
 
 class Tensor:
     """A declared tensor: its partitions with key, lane and slot. Immutable; any thread."""
@@ -21,6 +26,9 @@ class Tensor:
     def generation(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def rounds(self) -> int:
+        """How many of its push_pulls have ended, well or not."""
     @property
     def busy(self) -> bool:
         """Whether a push_pull of it is under way, as far as the driver knows."""
@@ -42,6 +50,8 @@ class Declared:
     #: Prepared, waiting for the placement.
     pending: list[Handle]
     failed: bool
+    #: push_pulls that have begun with it.
+    uses: int
 
     def __init__(self, generation: int, shape: tuple[int, ...], dtype: int, nbytes: int, codec: Compression | None = None) -> None: ...
     @property

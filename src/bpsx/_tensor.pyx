@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 """What a name was declared as, for the core: its partitions, and what they go through."""
 from cpython.pycapsule cimport PyCapsule_GetPointer
-from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 
 from bpsx.core.device cimport BETWEEN, UP, Device
 from bpsx.core.header cimport MAX_CODEC_BYTES, MAX_NAME_BYTES
@@ -10,8 +10,36 @@ from bpsx.core.partition cimport MAX_STAGES
 from bpsx.core.parts cimport free_parts, give_gpu, make_parts, take_coders, take_gpu
 from bpsx.core.stage cimport COPYH2D
 from bpsx.core.status cimport DONE
+from bpsx.core.sync cimport now_ns
 
 from bpsx.errors import DeviceError
+
+# A thread that has not asked for so long does something else meanwhile; see asking.RECENT.
+cdef int64_t RECENT_NS = 3_000_000_000
+
+
+def waiting(tensors, double age_s, int64_t everything_ns) -> list:
+    """Of ``tensors``, those whose push_pull needs the other workers and is older than ``age_s`` seconds, the oldest first:
+    [(name, generation, round, seconds, seconds that it has been waited for or -1)]. ``everything_ns``: since when all are waited for; 0: not."""
+    cdef int64_t now = now_ns()
+    cdef int64_t since
+    cdef Tensor tensor
+    found = []
+    # A glance without the monitor: the pointer may go stale, so only the tensor's own, permanent memory is read.
+    for tensor in list(tensors):
+        if tensor.c.current == NULL or not tensor.c.waits_for_others or now - tensor.c.started_ns <= age_s * 1e9:
+            continue
+        since = 0
+        if now - tensor.asked < RECENT_NS:
+            since = max(tensor.asking_since, tensor.c.started_ns)
+        elif tensor.by_graph:
+            since = tensor.c.started_ns
+        elif everything_ns:
+            since = max(everything_ns, tensor.c.started_ns)
+        found.append((tensor.name, tensor.generation, tensor.c.parts[0].round, (now - tensor.c.started_ns) / 1e9,
+                      (now - since) / 1e9 if since else -1))
+    return sorted(found, key=lambda item: -item[3])
+
 
 cdef Device *device_of(gpu):
     """The table of a :class:`bpsx.local._cuda.Gpu`."""
@@ -73,6 +101,18 @@ cdef class Tensor:
             coders[i].store(<uintptr_t>self.c.parts[i].packed.residual, <uintptr_t>self.c.parts[i].packed.momentum,
                             <uintptr_t>&self.c.parts[i].packed.state)
         take_coders(&self.c, coders)
+
+    cdef void ask(self):
+        """A thread waits for it, or asks whether it has come."""
+        cdef int64_t now = now_ns()
+        if now - self.asked > RECENT_NS:
+            self.asking_since = now
+        self.asked = now
+
+    @property
+    def rounds(self) -> int:
+        """How many of its push_pulls have ended, well or not."""
+        return self.c.parts[0].round if self.c.n_parts else 0
 
     @property
     def busy(self) -> bool:

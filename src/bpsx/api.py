@@ -364,10 +364,14 @@ def broadcast(array: np.ndarray, root_rank: int = 0, name: str | None = None, ou
         found: np.ndarray = _broadcast_on_gpu(array, root, name, output)
         return found
     what = name or "array"
-    given = host_arrays.movable(array, what)
-    memory = host_arrays.copied(given, output, what)
-    raw = host_arrays.as_bytes(memory.target)
-    shape, code = host_arrays.declared_as(memory.target)
+    try:
+        given = host_arrays.movable(array, what)
+        memory = host_arrays.copied(given, output, what)
+        raw = host_arrays.as_bytes(memory.target)
+        shape, code = host_arrays.declared_as(memory.target)
+    except BaseException:
+        ours.refused(name)
+        raise
     handle = ours._submit(
         name or f"unnamed.broadcast.{memory.target.dtype}.{given.shape}", shape, code, raw.nbytes,
         raw if root == ours.rank else None, raw, divisor=root, broadcast=True, asynchronous=False, priority=0, will_wait=True,
@@ -453,8 +457,12 @@ def _push_pull(
     check_priority(priority, "push_pull")
     if is_on_gpu(array):
         return _push_pull_on_gpu(array, name, average, priority, output, rate, will_wait)
-    given, dtype = host_arrays.summand(array, name or "array")
-    memory = host_arrays.operands(given, output, name or "array")
+    try:
+        given, dtype = host_arrays.summand(array, name or "array")
+        memory = host_arrays.operands(given, output, name or "array")
+    except BaseException:
+        ours.refused(name)      # other workers may have pushed theirs
+        raise
     return memory.handle(ours._submit(
         name or f"unnamed.{dtype.name}.{given.shape}", given.shape, dtype.code, given.nbytes, host_arrays.as_words(memory.source),
         host_arrays.as_words(memory.target), divisor=ours.size if average else 1, priority=priority, will_wait=will_wait,

@@ -14,6 +14,7 @@ class Joining:
 
     def __init__(self) -> None:
         self.active = False         # this worker has called join(), and not all have
+        self.thread = 0             # ... and waits in it
         self._changed = threading.Condition()
         self._gatherings = 0        # how many have been completed
         self._last = -1             # who came last to the latest
@@ -33,6 +34,13 @@ class Joining:
         join before it has this worker's last push would close that round without it. ``send``: to the scheduler.
         Raises :class:`PeerLeftError` if a worker has left without joining.
         """
+        self.thread = threading.get_ident()
+        try:
+            return self._run(unfinished, settle, send)
+        finally:
+            self.thread = 0
+
+    def _run(self, unfinished: Callable[[], int], settle: Callable[[float], None], send: Callable[[str], None]) -> int:
         with self._changed:
             self.active = not self._stopped     # else what is asked next would be refused for the join, and the failure never told
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -11,11 +10,11 @@ from typing import Any
 from bpsx import errors
 from bpsx._core import Core
 from bpsx._handle import Handle, Item
-from bpsx._tensor import Declared
 from bpsx._watch import monotonic_ns
 from bpsx.compressing import Compressing, Remembered
-from bpsx.compression import Compression, parse
+from bpsx.compression import Compression
 from bpsx.config import Config
+from bpsx.declarations import Declarations
 from bpsx.declaring import check_name, check_new
 from bpsx.devices import Devices, OnGpu, Streams, View
 from bpsx.dtypes import BY_CODE, BY_NAME, FLOAT_CODES, dtype_named
@@ -41,7 +40,7 @@ MOST_REPORTED = 256
 VERDICT_SECONDS = 1.0
 
 
-class Session:
+class Session(Declarations):
     """A worker in a job. Thread-safe. :meth:`close` ends it; it cannot be used again.
 
     Raises :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.errors.RendezvousError` or :class:`~bpsx.errors.TransportError` on construction.
@@ -56,11 +55,7 @@ class Session:
         self.local_size: int = config.local_size
         # Re-entrant: a signal handler of the user's may shut down while the main thread is in here.
         self._lock = threading.RLock()
-        self._settled = threading.Condition(self._lock)     # a declaration has been answered
-        self._tensors: dict[str, Declared] = {}                                # a name as it was used last
-        self._declared: dict[tuple[str, int], Declared] = {}                   # every declaration by (name, generation)
-        self._shapes: dict[tuple[str, tuple[int, ...], int, Compression | None], Declared] = {}    # ... and by what it is, to find it again
-        self._generations: dict[str, int] = {}
+        self._begin_declarations()
         self._order: dict[str, int] = dict(order or {})     # given, like ``remembered``: as a suspended session left it
         self._async: bool = config.asynchronous
         self._joining = Joining()
@@ -74,7 +69,6 @@ class Session:
         self._failure = ""
         self._broken: tuple[float, str] | None = None
         self._speedometer = Speedometer()
-        self._reported = False
         self._endpoint: Any
         self._core: Core
         self.reporter = Reporter(config, "worker", self.rank, own_host(config) if config.distributed else "")
@@ -161,14 +155,20 @@ class Session:
             self._placed(message["name"], message["generation"], message["places"])
         elif kind == "FAILED":
             for name, generation in message["tensors"]:
-                self._fail_tensor(name, generation, message["status"], message["text"])
+                self._fail_declaration(name, generation, message["status"], message["text"])
+            self._say_heard()
+        elif kind == "RESET":
+            self._reset(message["epoch"], message["status"], message["text"])
+            self._say_heard()
         elif kind in ("ALL_JOINED", "UNJOINED"):
             self.devices.rest(kind == "UNJOINED")
+            if kind == "ALL_JOINED":
+                self._calls = 0     # who joined first has asked for fewer
             self._joining.hear(message)
         elif kind == "WARN":
             log.warning("%s", message["text"])
         elif kind == "LOST":
-            self._peer_lost(message["text"])
+            self._peer_lost(message["text"], message.get("status", -1))
         elif kind == "ADOPT":
             self._adopt(message)
         elif self._near.hear(message):
@@ -178,75 +178,27 @@ class Session:
         else:
             self.reporter.handle(message)
 
-    def _adopt(self, message: dict[str, Any]) -> None:
-        """A tensor that this machine's root adds for its neighbours while it has joined; declared as if it had been pushed here."""
-        name, generation, shape = message["name"], message["generation"], tuple(message["shape"])
-        with self._lock:
-            codec = parse(message["codec"]) if message["codec"] else None
-            declared = Declared(generation, shape, message["dtype"], message["nbytes"], codec)
-            self._declared[name, generation] = self._shapes[name, shape, message["dtype"], codec] = declared
-            self._generations[name] = max(self._generations.get(name, 0), generation + 1)
-        self._placed(name, generation, message["places"])
-        if declared.tensor is not None:
-            self._core.know(declared.tensor)
+    def _say_heard(self) -> None:
+        """Workers that want to leave wait until all have heard of an error."""
+        if self._link is not None:
+            self._link.send("HEARD")
 
-    def _placed(self, name: str, generation: int, places: list[tuple[int, int, int, int]]) -> None:
-        with self._lock:
-            declared = self._declared.get((name, generation))
-            if declared is None or declared.tensor is not None or declared.failed:
-                return
-            offsets = itertools.accumulate((place[3] for place in places), initial=0)
-            parts = [(key, lane, slot, offset, length) for (key, lane, slot, length), offset in zip(places, offsets)]
-            self.reporter.name(name, (place[0] for place in places))
-            on = declared.pending[0].gpu if declared.pending else None
-            tensor = self.compressing.tensor(name, declared.dtype, parts, generation, declared.codec, on)
-            for handle in declared.pending:
-                self._core.release(handle, tensor)
-            declared.pending = []
-            # Only now may others take the short way in: rounds start in the order of submission.
-            declared.tensor = tensor
-            self._settled.notify_all()
-
-    def _fail_tensor(self, name: str, generation: int, status: int, text: str) -> None:
-        with self._lock:
-            declared = self._declared.get((name, generation))
-            if declared is None or declared.failed:
-                return
-            declared.failed = True      # the next push_pull like this one declares it anew
-            pending, declared.pending = declared.pending, []
-            self._settled.notify_all()
-            if declared.tensor is not None:
-                self._core.fail_tensor(declared.tensor, status, text)
-        for handle in pending:
-            self._core.end(handle, status, text)
-
-    def _peer_lost(self, text: str) -> None:
+    def _peer_lost(self, text: str, status: int = -1) -> None:
         """The job is over: everything under way and everything to come fails."""
         if self._leaving or self._failure:
             return
         self._failure = text
         log.error("%s", text)
-        self._core.fail(-1, text)
+        self._core.fail(status, text)
         if lost := self._core.cut_off():
             log.error("%d results had not come on the GPU, and are NaN (integers: all bits set): %s", len(lost), ", ".join(lost[:10]))
-        self._end_pending(-1, text)
+        self._end_pending(status, text)
         self._joining.stop()
 
     def _gpu_failed(self, text: str) -> None:
         """The machine's GPUs have not come together (thread bpsx-nccl): what needs them fails, here and, when we leave, elsewhere."""
         self._core.fail(-13, text)
         self._end_pending(-13, text)
-
-    def _end_pending(self, status: int, text: str) -> None:
-        """End what waits for a placement that will not come any more."""
-        with self._lock:
-            pending = [h for d in self._declared.values() for h in d.pending]
-            for declared in self._declared.values():
-                declared.pending = []
-                declared.failed = declared.failed or declared.tensor is None
-            self._settled.notify_all()
-        for handle in pending:
-            self._core.end(handle, status, text)
 
     def _look_for_broken(self) -> None:
         for lane in self._endpoint.lost():
@@ -267,12 +219,8 @@ class Session:
         self._core.reap()
         self.compressing.check_told()
         self.reporter.tick()
-        waiting = self._core.waiting(min(1.0, self.config.stall_warn / 2))
-        if self._link is not None and (waiting or self._reported):
-            self._reported = bool(waiting)
-            with self._lock:
-                tensors = [[n, g, r, round(s, 1)] for n, g, r, s in waiting[:MOST_REPORTED]]
-            self._link.send("WAITING", tensors=tensors, more=len(waiting) > MOST_REPORTED)
+        if self._link is not None:
+            self._report_waiting(min(1.0, self.config.stall_warn / 2))
 
     # ---- the verbs
 
@@ -307,10 +255,14 @@ class Session:
         ``rate``: the learning rate, for names whose compression has ef="corrected".
         Raises :class:`~bpsx.errors.ConfigError` for a dtype that cannot be summed.
         """
-        if source.shape != target.shape or source.dtype != target.dtype:
-            raise errors.ConfigError(f"{name!r}: input is {source.dtype} {source.shape}, output {target.dtype} {target.shape}: must be alike")
-        dtype = BY_NAME.get(source.dtype) or dtype_named(source.dtype, repr(name))
-        place = None if source.gpu < 0 and target.gpu < 0 else self.devices.place(name, source, target)
+        try:
+            if source.shape != target.shape or source.dtype != target.dtype:
+                raise errors.ConfigError(f"{name!r}: input is {source.dtype} {source.shape}, output {target.dtype} {target.shape}: must be alike")
+            dtype = BY_NAME.get(source.dtype) or dtype_named(source.dtype, repr(name))
+            place = None if source.gpu < 0 and target.gpu < 0 else self.devices.place(name, source, target)
+        except BaseException:
+            self.refused(name)
+            raise
         return self._submit(
             name, source.shape, dtype.code, source.nbytes, (source.address, source.nbytes),
             (target.address, target.nbytes), divisor=self.size if average else 1, priority=priority, will_wait=will_wait, rate=rate,
@@ -322,12 +274,15 @@ class Session:
 
         Begins those that it can: they have their handles then, and the others what :meth:`push_pull` would raise. Raises what concerns all.
         """
+        self._threads.add(threading.get_ident())
         on = self.devices.place_on(items[0].name, gpu, streams, stream)
         divisor = self.size if average else 1
         quick = not (self.compressing.any or self._async or self._joining.active)       # those known need no word of ours
         self._core.submit_all(items, self._tensors if quick else {}, FLOAT_CODES, divisor, on)
         for item in items:
-            if item.begun is None:
+            if item.begun is not None:
+                self._calls += 1
+            else:
                 item.begun = self._begin(item, divisor, on)
 
     def _begin(self, item: Item, divisor: int, on: OnGpu) -> Handle | Exception:
@@ -346,6 +301,7 @@ class Session:
         Raises :class:`~bpsx.errors.ConfigError` for a root that does not exist.
         """
         if not 0 <= root < self.size:
+            self.refused(name)
             raise errors.ConfigError(f"{name!r}: root rank {root}; allowed are 0 to {self.size - 1}")
         place = (view.address, view.nbytes)
         return self._submit(
@@ -363,7 +319,11 @@ class Session:
         if self._link is None:
             return self.rank
         self.devices.rest(True)
-        last = self._joining.run(self._unfinished, self._core.settle, self._link.send)
+        self._core.asking.everything_ns = monotonic_ns()    # what is under way is waited for
+        try:
+            last = self._joining.run(self._unfinished, self._core.settle, self._link.send)
+        finally:
+            self._core.asking.everything_ns = 0
         if last < 0:
             self.barrier()      # raises what has ended the job
         return last
@@ -375,69 +335,39 @@ class Session:
     ) -> Handle:
         """The one way in. ``source`` and ``target`` are what :meth:`Core.prepare` takes; ``asynchronous`` by default if the job is."""
         self._joining.check(name)
-        asynchronous = self._async if asynchronous is None else asynchronous
-        codec = None if broadcast else self.compressing.of(name, dtype, nbytes)
-        if codec is not None and codec.ef == "corrected" and not 0 <= rate < float("inf"):
-            raise errors.ConfigError(f"{name!r}: ef='corrected' needs the learning rate of each push_pull, a number from 0, not {rate!r}")
-        if not broadcast and self.compressing.any:
-            source, owner, on = self.compressing.with_momentum(name, dtype, nbytes, codec, source, owner, on)
-        if divisor > 1 and not broadcast and BY_CODE[dtype].integer:
-            self.devices.check_average(name, dtype, divisor, on)
-        declared = self._tensors.get(name)
-        tensor = None if declared is None else declared.now(shape, dtype, codec)
-        if tensor is not None:
-            return self._core.submit(tensor, source, target, divisor=divisor, broadcast=broadcast, asynchronous=asynchronous,
-                                     priority=priority, will_wait=will_wait, rate=rate, owner=owner, result=result, on=on)
-        check_new(name, nbytes, self.config.partition_bytes)
-        if codec is not None:
-            self.compressing.check(name, dtype, nbytes, codec)
-        handle = self._core.prepare(name, nbytes, source, target, divisor=divisor, broadcast=broadcast, asynchronous=asynchronous,
-                                    priority=priority, rate=rate, owner=owner, result=result, on=on)
-        if self._link is None:
-            begin = monotonic_ns()
-            self._core.copy_through(handle, nbytes)     # a single worker: the sum is what it pushed
-            self.reporter.copied(name, begin, nbytes)
+        self._threads.add(threading.get_ident())
+        self._calls += 1
+        try:
+            asynchronous = self._async if asynchronous is None else asynchronous
+            codec = None if broadcast else self.compressing.of(name, dtype, nbytes)
+            if codec is not None and codec.ef == "corrected" and not 0 <= rate < float("inf"):
+                raise errors.ConfigError(f"{name!r}: ef='corrected' needs the learning rate of each push_pull, a number from 0, not {rate!r}")
+            if not broadcast and self.compressing.any:
+                source, owner, on = self.compressing.with_momentum(name, dtype, nbytes, codec, source, owner, on)
+            if divisor > 1 and not broadcast and BY_CODE[dtype].integer:
+                self.devices.check_average(name, dtype, divisor, on)
+            declared = self._tensors.get(name)
+            tensor = None if declared is None else declared.now(shape, dtype, codec)
+            if declared is not None and tensor is not None:
+                declared.uses += 1
+                return self._core.submit(tensor, source, target, divisor=divisor, broadcast=broadcast, asynchronous=asynchronous,
+                                         priority=priority, will_wait=will_wait, rate=rate, owner=owner, result=result, on=on)
+            check_new(name, nbytes, self.config.partition_bytes)
+            if codec is not None:
+                self.compressing.check(name, dtype, nbytes, codec)
+            handle = self._core.prepare(name, nbytes, source, target, divisor=divisor, broadcast=broadcast, asynchronous=asynchronous,
+                                        priority=priority, rate=rate, owner=owner, result=result, on=on)
+            if self._link is None:
+                begin = monotonic_ns()
+                self._core.copy_through(handle, nbytes)     # a single worker: the sum is what it pushed
+                self.reporter.copied(name, begin, nbytes)
+                return handle
+            with self._lock:
+                self._first_sight(handle, name, shape, dtype, nbytes, codec)
             return handle
-        with self._lock:
-            self._first_sight(handle, name, shape, dtype, nbytes, codec)
-        return handle
-
-    def _first_sight(self, handle: Handle, name: str, shape: tuple[int, ...], dtype: int, nbytes: int, codec: Compression | None) -> None:
-        """Find what a name means when it is not what it meant last, or declare it. The lock is held."""
-        assert self._link is not None
-        if self._closed or self._core.failed:
-            self._core.end(handle, *((-6, "bpsx was shut down") if self._closed else (self._core.status, self._core.failed)))
-            return
-        last = self._tensors.get(name)
-        declared = self._shapes.get((name, shape, dtype, codec))
-        if declared is not None and declared.failed:
-            declared = None
-        if last is not declared and last is not None and last.pending:
-            # Another meaning of the name is on its way to the scheduler: rounds start in the order of submission, so it goes first.
-            while last.pending and not self._core.failed and not self._closed:
-                self._settled.wait(1.0)
-            self._first_sight(handle, name, shape, dtype, nbytes, codec)
-            return
-        if declared is None:
-            declared = self._declare(name, shape, dtype, nbytes, codec)
-        self._tensors[name] = declared
-        declared.codec = codec      # that object: it is compared by identity
-        if declared.tensor is not None:
-            self._core.release(handle, declared.tensor)
-        else:
-            declared.pending.append(handle)
-
-    def _declare(self, name: str, shape: tuple[int, ...], dtype: int, nbytes: int, codec: Compression | None) -> Declared:
-        """Ask the scheduler for places. The lock is held."""
-        assert self._link is not None
-        generation = self._generations.get(name, 0)
-        self._generations[name] = generation + 1
-        declared = Declared(generation, shape, dtype, nbytes, codec)
-        self._declared[name, generation] = self._shapes[name, shape, dtype, codec] = declared
-        self._order.setdefault(name, len(self._order))
-        self._link.send("DECLARE", name=name, generation=generation, nbytes=nbytes, dtype=dtype, shape=list(shape),
-                        codec=codec.text() if codec is not None else "")
-        return declared
+        except BaseException:
+            self._renew(name)
+            raise
 
     def speed(self) -> Speed:
         """Since the last call, per second in which anything was under way; zeros without telemetry."""
@@ -470,6 +400,7 @@ class Session:
                 return
             self._closed = True
         self._joining.stop()
+        self._core.asking.everything_ns = monotonic_ns()
         try:
             self._take_leave(failure, self.config.shutdown_timeout - waited)
         finally:

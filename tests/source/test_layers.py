@@ -13,7 +13,7 @@ LAYERS = [
     ("bpsx.momentum", 1.4), ("bpsx.archive", 1.4), ("bpsx.keeping", 1.4), ("bpsx._calls", 1.44), ("bpsx.calls", 1.47), ("bpsx._adapter", 1.5),
     ("bpsx.torchrun", 1.8), ("bpsx.api", 2), ("bpsx.arrays", 2.2), ("bpsx.session", 2.5), ("bpsx.joining", 2.7), ("bpsx.compressing", 2.65),
     ("bpsx.declaring", 2.55), ("bpsx.devices", 2.68), ("bpsx.coding", 2.67), ("bpsx.gpu_kernels", 2.66), ("bpsx.saving", 2.8),
-    ("bpsx.lane_contact", 2.7), ("bpsx.speed", 9),
+    ("bpsx.lane_contact", 2.7), ("bpsx.declarations", 2.52), ("bpsx.speed", 9),
     ("bpsx.compression", 3), ("bpsx._exit", 4),
     ("bpsx.partitioner", 3.1), ("bpsx.placement", 3), ("bpsx.cards", 3), ("bpsx.pipeline", 3),
     ("bpsx.reporting", 2.7), ("bpsx.neighbourhood", 2.7), ("bpsx.timeline", 2.8),
@@ -23,7 +23,7 @@ LAYERS = [
     ("bpsx.launch", 0), ("bpsx.server", 2), ("bpsx.rendezvous.__main__", 2), ("bpsx.rendezvous", 2.6),
     ("bpsx.errors", 11), ("bpsx.secret", 10.5), ("bpsx.config", 10), ("bpsx.dtypes", 10), ("bpsx.logs", 9),
     ("bpsx.arguments", 10), ("bpsx.clock", 9), ("bpsx.forking", 9), ("bpsx.host", 8), ("bpsx.process_exit", 9), ("bpsx.host_arrays", 2.2),
-    ("bpsx.spawned", 9), ("bpsx.__main__", -1), ("bpsx", 0.5),
+    ("bpsx.spawned", 9), ("bpsx.__main__", -1), ("bpsx.asking", 9), ("bpsx", 0.5),
 ]
 # Crossings that are meant, with their reason.
 ALLOWED = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_rendezvous import config, hello, kinds, members, running
+from test_rendezvous import config, hello, kinds, members, running, waiting
 
 from bpsx.joining import Joining
 from bpsx.rendezvous.joins import Joins
@@ -46,11 +46,10 @@ def test_leaving_instead_of_joining_is_told_whenever_it_happens():
 def test_a_joined_worker_is_not_among_those_who_wait_or_are_waited_for():
     m = running(3)
     m.join(b"w0")
-    report = {"tensors": [["t", 0, 0, 40.0]], "more": False}
-    assert [o["text"] for _, o in m.waiting(b"w1", report, 0.0)] == [
-        "tensor 't' round 0: pushed 40 s ago by worker 1, not pushed by worker 2"]
-    out = m.waiting(b"w2", {"tensors": [["u", 0, 0, 40.0]], "more": False}, 0.0)
-    assert [o["text"] for _, o in out if o["type"] == "FAILED"] and all("worker 0" not in o["text"] for _, o in out)
+    (_, warning), = m.waiting(b"w1", waiting(["t", 0, 0, 40.0]), 0.0)
+    assert warning["text"].startswith("tensor 't' round 0: pushed 40 s ago by worker 1, not pushed by worker 2; is it slow")
+    out = m.waiting(b"w2", waiting(["u", 0, 0, 40.0]), 0.0)
+    assert [o["text"] for _, o in out if o["type"] == "RESET"] and all("worker 0" not in o["text"] for _, o in out)
 
 
 def test_an_asynchronous_job_survives_workers_and_says_so_at_its_end():

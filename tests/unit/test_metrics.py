@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from test_rendezvous import running
+from test_rendezvous import running, waiting
 
 from bpsx.rendezvous import messages
 from bpsx.rendezvous.metrics import METRICS, exposition
@@ -72,7 +72,7 @@ def test_who_died_is_down():
 
 def test_stalls_are_counted():
     members, o = observed()
-    members.waiting(b"w0", {"type": "WAITING", "tensors": [["x", 0, 3, 12.0], ["y", 0, 1, 11.0], ["z", 0, 1, 2.0]], "more": False}, 0.0)
+    members.waiting(b"w0", waiting(["x", 0, 3, 12.0], ["y", 0, 1, 11.0], ["z", 0, 1, 2.0]), 0.0)
     found = parse(exposition(o.view(0.0)))
     w0 = (("role", "worker"), ("rank", "0"), ("host", "h"))
     assert found["bpsx_stalled_push_pulls"][1][w0] == 2 and found["bpsx_oldest_stall_seconds"][1][w0] == 12.0

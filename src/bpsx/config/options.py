@@ -165,9 +165,12 @@ OPTIONS: tuple[Option, ...] = (
     Option("heartbeat_timeout", "PS_HEARTBEAT_TIMEOUT", number(0), 30.0, "seconds",
            "Silence after which a peer counts as dead. A killed process is noticed at once.", _FAIL),
     Option("stall_warn", "BPSX_STALL_WARN_SECONDS", number(0.1), 30.0, "seconds",
-           "A push_pull older than this is reported: tensor, round, who has not pushed.", _FAIL),
+           "A worker whose oldest push_pull is older than this is told of it once per stall, and again after ten times as long: tensor, round, "
+           "how many more, who has not pushed.", _FAIL),
     Option("deadlock_after", "BPSX_DEADLOCK_SECONDS", number(0.5), 60.0, "seconds",
-           "When all workers have waited this long for tensors that another one has not pushed, those push_pulls fail.", _FAIL),
+           "When the scripts of all workers have waited this long for tensors that another one has not pushed, all push_pulls under way fail. "
+           "Scripts that have asked for equally many may catch that and go on; else the job has to end. What is under way and not waited for does not count; "
+           "while another thread that has used bpsx does not wait, it takes ten times as long.", _FAIL),
     Option("check_weights", "BPSX_CHECK_WEIGHTS", choice("warn", "error", "off"), "warn",
            "warn | error | off",
            "What happens in the first step of a PyTorch optimizer if workers have different weights, as "

@@ -235,10 +235,15 @@ class Link:
             self.goodbye.set()
 
     def leave(self, failure: str, timeout: float) -> bool:
-        """Say goodbye and wait for the answer; whether it came (or the hub is gone) in time. Idempotent."""
+        """Say goodbye and wait for the answer; whether it came (or the hub is gone) in time. Idempotent.
+
+        ``timeout``: seconds; where connections are probed, at least as long as the scheduler may be silent. Who
+        leaves without the answer looks like one that has died.
+        """
         if not self.goodbye.is_set():
             self.send("BYE", failure=failure)
-        return self.goodbye.wait(timeout)
+        silence = self._config.heartbeat_interval + self._config.heartbeat_timeout
+        return self.goodbye.wait(max(timeout, silence) if self._config.heartbeat_interval > 0 else timeout)
 
     def give_up(self, failure: str) -> None:
         """Leave the job between :meth:`join` and :meth:`start`, and have the others hear why. Waits a little for the answer: a connection that ends

@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +59,8 @@ class Hub:
         self._broke = f"its connection to the scheduler broke{silent}"
         self._descriptors: dict[int, bytes] = {}
         self._hint = ""
+        self._gone: list[bytes] = []            # nodes whose connections have ended, and whose last messages may be unread
+        self._unwelcome: list[tuple[bytes, dict[str, Any]]] = []
         self._members = Membership(
             config.num_worker, config.num_server, config.local_size, secrets.randbits(63),
             stall_warn=config.stall_warn, deadlock_after=config.deadlock_after,
@@ -190,12 +191,12 @@ class Hub:
                 report, self._hint = now + REPORT_EVERY, loopback_hint(self._config)
                 status = self._status()
                 log.warning("waiting for %s; here: %s", status["missing"], status["here"])
-                self._send([(i, status) for i in self._members.nodes])
+                self._send([(i, status) for i in list(self._members.nodes)])
             self._turn(min(end, report, vanished[0] if vanished else end) - now)
 
     def _status(self) -> dict[str, Any]:
-        missing = names(self._members.missing()) + self._refusals.hint() + self._hint
-        return {"type": "STATUS", "missing": missing, "here": names(self._members.present()) or "nobody"}
+        missing = self._members.missing_text() + self._refusals.hint() + self._hint
+        return {"type": "STATUS", "missing": missing, "here": self._members.present_text() or "nobody"}
 
     def _farewell(self) -> None:
         """Give everybody time to hear how it ended and to go."""
@@ -209,39 +210,53 @@ class Hub:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
+        timeout = 0 if self._gone else timeout
         poller.poll(None if timeout is None else max(0, int(timeout * 1000) + 1))
         if self._signal:
             os.eventfd_read(self._wake)
             name, self._signal = self._signal, ""
             raise Interrupted(name)
         self._read_monitor()
-        newcomers: list[tuple[bytes, dict[str, Any]]] = []
         for _ in range(256):
             try:
                 ident, *frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
-                break
+                self._settle()
+                return
             self._read_monitor()
             message = self._parse(ident.bytes, frames)
-            if message is not None and message["type"] == "HELLO":
-                newcomers.append((ident.bytes, message))
+            if message is not None and message["type"] == "HELLO" and self._members.would_refuse(ident.bytes, message):
+                self._unwelcome.append((ident.bytes, message))
             elif message is not None:
                 self._handle(ident.bytes, message)
-        if newcomers:
-            # Who died right after its HELLO may have left no event that names it. A send tells, once the socket has been read to the end; before
-            # anybody is turned away because of such a one.
-            self._send([(i, self._status()) for i in list(self._members.nodes)])
-        for ident_, message in newcomers:
-            self._handle(ident_, message)
+
+    def _settle(self) -> None:
+        """All that has come has been read: act on the connections that have ended, and turn away who is not wanted."""
+        if self._unwelcome and self._members.state == "waiting":
+            # A node in whose place somebody comes may have died right after its HELLO, and left no event that names
+            # it. A send tells.
+            status = self._status()
+            self._send([(i, status) for i in list(self._members.nodes)])
+        self._bury()
+        unwelcome, self._unwelcome = self._unwelcome, []
+        for ident, message in unwelcome:
+            self._handle(ident, message)
 
     def _read_monitor(self) -> None:
+        """Note whose connections have ended. Descriptors are used again: so this comes before each message."""
         while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))
             ident = self._descriptors.pop(int(event["value"]), None) if self._refusals.event(event) else None
             if ident is not None:
-                node = self._members.nodes.get(ident)
-                connections.info("the connection of %s %s", node or "a former node", "has ended" if node and node.left else "is gone")
-                self._send(self._members.gone(ident, self._broke))
+                self._gone.append(ident)
+
+    def _bury(self) -> None:
+        """Act on the ends of connections, once all that came on them has been read: a goodbye may be among it."""
+        while self._gone:
+            ident = self._gone.pop(0)
+            node = self._members.nodes.get(ident)
+            connections.info("the connection of %s %s", node or "a former node", "has ended" if node and node.left else "is gone")
+            self._send(self._members.gone(ident, self._broke))
 
     def _parse(self, ident: bytes, frames: list[Any]) -> dict[str, Any] | None:
         """The message in ``frames``; None, after a word in the log, if there is none."""
@@ -270,7 +285,7 @@ class Hub:
             if any(m["type"] == "REFUSED" for _, m in out):
                 log.warning("refused %s: %s", newcomer(message), out[0][1]["reason"])
             elif ident in self._members.nodes:
-                log.info("has come: %s; missing: %s", self._members.nodes[ident], names(self._members.missing()) or "nobody")
+                log.info("has come: %s; missing: %s", self._members.nodes[ident], self._members.missing_text() or "nobody")
                 connections.info("%s has connected", newcomer(message))
             return out or [(ident, self._status())]
         if kind in KINDS:
@@ -279,6 +294,10 @@ class Hub:
             return self._members.declare(ident, message)
         if kind == "WAITING":
             return self._members.waiting(ident, message, time.monotonic())
+        if kind == "HEARD":
+            return self._members.heard(ident)
+        if kind == "DOUBT":
+            return self._members.doubt(ident, message)
         if kind == "JOIN":
             return self._members.join(ident)
         if kind == "CLEARED":
@@ -286,16 +305,18 @@ class Hub:
         return self._members.bye(ident, message)
 
     def _send(self, outputs: list[Output]) -> None:
-        pending = deque(outputs)
-        while pending:
-            ident, message = pending.popleft()
+        last, data = None, b""
+        for ident, message in outputs:
             if message["type"] == "WARN":
                 log.warning("%s", message["text"])
-            fields = dict(message)
+            if message is not last:         # what all are told is encoded once
+                fields = dict(message)
+                last, data = message, messages.encode(fields.pop("type"), **fields)
             try:
-                self._socket.send_multipart([ident, messages.encode(fields.pop("type"), **fields)])
+                self._socket.send_multipart([ident, data])
             except zmq.ZMQError as e:
                 if e.errno != zmq.EHOSTUNREACH:
                     raise
-                # What follows from this death comes after what was to be said before: no server may hear of the end before the failure.
-                pending += self._members.gone(ident, self._broke)
+                # Not yet a death: its goodbye may be among what has not been read. What follows comes after what was to
+                # be said before: no server may hear of the end before the failure.
+                self._gone.append(ident)

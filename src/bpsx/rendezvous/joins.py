@@ -17,7 +17,7 @@ class Joins:
     """One gathering after another. ``joined`` are the ranks that have called ``join()`` in the present one, the last one last."""
 
     def __init__(self) -> None:
-        self.joined: list[int] = []
+        self.joined: dict[int, None] = {}
         self.generation = 0
         self._awaited: set[bytes] = set()       # holders of marks that have not forgotten their marks yet
         self._clearing = False
@@ -32,7 +32,7 @@ class Joins:
         """
         if rank in self.joined:
             return []
-        self.joined.append(rank)
+        self.joined[rank] = None
         if self._all_here(live):
             return self._clear(live, [*servers, *(roots or {}).values()])
         machine = rank // processes
@@ -52,12 +52,12 @@ class Joins:
         self._awaited.discard(holder)
         if self._awaited:
             return None
-        self.joined, self._clearing = [], False
+        self.joined, self._clearing = {}, False
         self.generation += 1
         return self._last
 
     def _all_here(self, live: Collection[int]) -> bool:
-        return not self._clearing and set(live) <= set(self.joined)
+        return not self._clearing and len(live) <= len(self.joined) and all(rank in self.joined for rank in live)
 
     def _clear(self, live: Collection[int], holders: Iterable[bytes]) -> list[tuple[bytes, dict[str, Any]]]:
         self._clearing = True

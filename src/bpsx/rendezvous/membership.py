@@ -7,8 +7,7 @@ death of workers, and fails for it at its end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from bpsx.cards import shares_by_host
@@ -18,32 +17,17 @@ from bpsx.placement import Placement
 from bpsx.rendezvous.agreement import disagreement
 from bpsx.rendezvous.joins import Joins
 from bpsx.rendezvous.messages import PROTOCOL
-from bpsx.rendezvous.registry import Registry
+from bpsx.rendezvous.registry import Declared, Registry
+from bpsx.rendezvous.roster import Node, Roster
 from bpsx.rendezvous.stall import Stalls
 from bpsx.rendezvous.vanished import Vanished
 
 Output = tuple[bytes, dict[str, Any]]
 _ASYNC = "BYTEPS_ENABLE_ASYNC"
+#: Different sets of options that are remembered as checked.
+_MOST_OPTIONS = 64
 #: How the failure begins of a worker whose script ends by this exception.
 _FOR_WANT = "ended by PeerLeftError"
-
-
-@dataclass
-class Node:
-    """One process of the job."""
-
-    ident: bytes
-    role: str
-    rank: int
-    host: str
-    pid: int
-    lanes: list[str] = field(default_factory=list)
-    config: dict[str, Any] = field(default_factory=dict)
-    left: bool = False
-    early: bool = False         # the first worker to leave, in good order
-
-    def __str__(self) -> str:
-        return f"{self.role} {self.rank} ({self.host}, pid {self.pid})"
 
 
 class Membership:
@@ -56,12 +40,22 @@ class Membership:
         self.job = job
         self.state = "waiting"
         self.failure = ""
-        self.nodes: dict[bytes, Node] = {}
+        self._roster = Roster()
+        self.nodes = self._roster.nodes
+        self.processes = 1                      # workers for whom one of them speaks to the servers
+        self.asynchronous = False               # no worker waits for another, so the job goes on when one dies
+        self.epoch = 0                          # how often the job has begun anew after a stall
         self.refused: dict[str, str] = {}       # who was turned away, and why
+        self._options: dict[str, list[str]] = {}    # options as they were given -> what makes no sense in them
         self.vanished = Vanished()
         self.registry: Registry | None = None
         self._stalls = Stalls(stall_warn, deadlock_after)
         self._joins = Joins()
+        self._roots: dict[int, bytes] = {}      # machine -> who speaks for its processes, where one does
+        self._left_unjoined: dict[int, Node] = {}
+        self._nobody_left_early = True
+        self._unheard: dict[bytes, int] = {}    # workers -> errors that they have not said they heard
+        self._leaving: list[tuple[bytes, dict[str, Any]]] = []     # goodbyes that wait until all have heard
         self._dead: list[str] = []              # workers that an asynchronous job has survived
         self.survived = False                   # ... and then ended, for lack of them not "done", though the others were
         self.blamed: Node | None = None         # whose end was the first that should not have been
@@ -75,15 +69,22 @@ class Membership:
             return self._refuse(ident, m, why)
         if ident in self.nodes:
             return []
-        self._replace_reconnected(m)
-        rank = m["rank"] if m["role"] == "worker" else len(self._of("server"))
+        known = self._roster.same(m)
+        if known is not None:       # it lost its connection while the job was gathering
+            self._roster.drop(known.ident)
+        rank = m["rank"] if m["role"] == "worker" else self._roster.count("server")
         node = Node(ident, m["role"], rank, m["host"], m["pid"], m["lanes"], m["config"])
-        if not self._of("worker") and node.role == "worker":
+        if not self._roster.workers and node.role == "worker":
             self.local_size = int(node.config.get("BYTEPS_LOCAL_SIZE", self.local_size))
-        self.nodes[ident] = node
+        self._roster.add(node)
         self.refused.pop(_place(m), None)
-        self.vanished.back(node.role, node.rank, node.host, self.num_server - len(self._of("server")))
-        return self._start() if not self.missing() else []
+        self.vanished.back(node.role, node.rank, node.host, self.num_server - self._roster.count("server"))
+        complete = len(self._roster.workers) == self.size and self._roster.count("server") == self.num_server
+        return self._start() if complete else []
+
+    def would_refuse(self, ident: bytes, m: dict[str, Any]) -> bool:
+        """Whether HELLO ``m`` would be turned away now."""
+        return bool(self._refusal(ident, m))
 
     def _refuse(self, ident: bytes, m: dict[str, Any], why: str) -> list[Output]:
         """Turn a node away. Who waits for one in its place shall hear of it: the node has proven the secret, if the job has one."""
@@ -97,31 +98,23 @@ class Membership:
         if self.state != "waiting" or m["role"] not in ("worker", "server"):
             return False
         if m["role"] == "server":
-            return len(self._of("server")) < self.num_server
-        here = [w.rank for w in self._of("worker")]
+            return self._roster.count("server") < self.num_server
+        here = self._roster.workers
         # Before the first worker only they themselves know how many a machine has.
         theirs = m["config"].get("BYTEPS_LOCAL_SIZE")
         each = self.local_size if here or not isinstance(theirs, int) else theirs
         return 0 <= m["rank"] < min(self.num_worker * each, MOST_WORKERS) and m["rank"] not in here
 
-    def _replace_reconnected(self, m: dict[str, Any]) -> None:
-        """A node that lost its connection while the job was gathering introduces itself again: forget its former self."""
-        for ident, node in list(self.nodes.items()):
-            if self._same(node, m):
-                del self.nodes[ident]
-
-    @staticmethod
-    def _same(node: Node, m: dict[str, Any]) -> bool:
-        """Whether HELLO ``m`` comes from the process that ``node`` is. A pid alone says little: in containers all are 1."""
-        if (node.host, node.pid, node.role) != (m["host"], m["pid"], m["role"]):
-            return False
-        return bool(node.lanes == m["lanes"] if node.role == "server" else node.rank == m["rank"])
-
     def _refusal(self, ident: bytes, m: dict[str, Any]) -> str:
         """Why a node may not join, or nothing."""
         if m["protocol"] != PROTOCOL:
             return f"protocol version {m['protocol']}, the scheduler speaks {PROTOCOL}: install the same bpsx everywhere"
-        wrong = wrong_options(m["config"])
+        given = repr(sorted(m["config"].items()))
+        if given not in self._options:      # most nodes give the same: a check reads every option many times
+            if len(self._options) >= _MOST_OPTIONS:
+                self._options.clear()
+            self._options[given] = wrong_options(m["config"])
+        wrong = self._options[given]
         if wrong:
             return f"options that make no sense: {', '.join(wrong)}"
         if m["role"] not in ("worker", "server"):
@@ -136,25 +129,25 @@ class Membership:
                         "and start none; or set BYTEPS_FORCE_DISTRIBUTED=1 on all workers")
             if m["config"].get(name) != ours:
                 return f"{name}={m['config'].get(name)} there, {ours} at the scheduler"
-        differs = disagreement(m["role"], m["config"], ((n.role, n.config) for n in self.nodes.values()))
+        differs = disagreement(m["role"], m["config"], self._roster.kinds())
         if differs:
             return differs
         if m["role"] == "server":
             if not m["lanes"]:
                 return "a server without lanes"
-            again = any(self._same(s, m) for s in self._of("server"))
+            again = self._roster.same(m) is not None
             full = "there is a server already" if self.num_server == 1 else f"there are {self.num_server} servers already"
-            return "" if again or len(self._of("server")) < self.num_server else full
-        workers = self._of("worker")
-        if workers:
-            for name, value in workers[0].config.items():
+            return "" if again or self._roster.count("server") < self.num_server else full
+        first = self._roster.a_worker()
+        if first is not None:
+            for name, value in first.config.items():
                 if m["config"].get(name) != value:
-                    return f"{name}={m['config'].get(name)} on worker {m['rank']}, {value} on {workers[0]}: must be the same on all workers"
+                    return f"{name}={m['config'].get(name)} on worker {m['rank']}, {value} on {first}: must be the same on all workers"
         if not 0 <= m["rank"] < self.num_worker * int(m["config"].get("BYTEPS_LOCAL_SIZE", 1)):
             return f"rank {m['rank']} is out of range"
-        same = [w for w in workers if w.rank == m["rank"] and not self._same(w, m)]
-        if same:
-            return f"there is a {same[0]} already: two processes have the same DMLC_WORKER_ID and BYTEPS_LOCAL_RANK"
+        there = self._roster.workers.get(m["rank"])
+        if there is not None and self._roster.same(m) is None:
+            return f"there is a {there} already: two processes have the same DMLC_WORKER_ID and BYTEPS_LOCAL_RANK"
         return ""
 
     @property
@@ -162,22 +155,26 @@ class Membership:
         """Worker processes in the job."""
         return self.num_worker * self.local_size
 
-    @property
-    def processes(self) -> int:
-        """Workers for whom one of them speaks to the servers."""
-        workers = self._of("worker")
-        return self.local_size if workers and workers[0].config.get("BPSX_LOCAL_REDUCE") else 1
-
     def _of(self, role: str) -> list[Node]:
-        return sorted((n for n in self.nodes.values() if n.role == role), key=lambda n: n.rank)
+        return self._roster.all_workers() if role == "worker" else self._roster.servers()
 
     def missing(self) -> list[str]:
-        """Who has not come yet, for people."""
-        here = {w.rank for w in self._of("worker")}
-        gone = [self._with_reason(f"worker {r}", f"worker {r}") for r in range(self.size) if r not in here]
-        servers = self.num_server - len(self._of("server"))
+        """The nodes that have not come yet, for people."""
+        ranks, _ = self._roster.absent(self.size, self.size)
+        return [self._with_reason(f"worker {r}", f"worker {r}") for r in ranks] + self._missing_servers()
+
+    def missing_text(self, most: int = 8) -> str:
+        """The same in a line, cut when long; empty when the job is complete."""
+        ranks, count = self._roster.absent(self.size, most)
+        listed = [self._with_reason(f"worker {r}", f"worker {r}") for r in ranks]
+        if count > len(ranks):
+            listed[-1] += f" and {count - len(ranks)} more workers"
+        return ", ".join([*listed, *self._missing_servers()])
+
+    def _missing_servers(self) -> list[str]:
+        servers = self.num_server - self._roster.count("server")
         lacking = f"{servers} of {self.num_server} servers" if self.num_server > 1 else "the server"
-        return gone + ([self._with_reason(lacking, "server")] if servers else [])
+        return [self._with_reason(lacking, "server")] if servers else []
 
     def _with_reason(self, text: str, place: str) -> str:
         return f"{text} (refused: {self.refused[place]})" if place in self.refused else text
@@ -186,22 +183,35 @@ class Membership:
         """Who is here, for people."""
         return [str(n) for role in ("worker", "server") for n in self._of(role)]
 
+    def present_text(self, most: int = 8) -> str:
+        """Some of them in a line."""
+        count = self._roster.count("worker") + self._roster.count("server")
+        listed = [str(n) for n in self._roster.some(most)]
+        return ", ".join(listed) + (f" and {count - most} more" if count > most else "")
+
     def _start(self) -> list[Output]:
-        config = self._of("worker")[0].config
-        servers = self._of("server")
+        workers, servers = self._of("worker"), self._of("server")
+        config = workers[0].config
         for rank, server in enumerate(servers):
             server.rank = rank
+        self.asynchronous = any(n.config.get(_ASYNC) for n in self.nodes.values())
+        self.processes = self.local_size if config.get("BPSX_LOCAL_REDUCE") else 1
+        if self.processes > 1:
+            self._roots = {w.rank // self.processes: w.ident for w in workers if w.rank % self.processes == self.processes - 1}
+        for worker in workers:
+            self._stalls.enter(worker.rank)
         partition_bytes = int(config["BYTEPS_PARTITION_BYTES"])
         placement = Placement([len(s.lanes) for s in servers], str(config["BYTEPS_KEY_HASH_FN"]), int(config["BYTEPS_BUILT_IN_HASH_COEF"]),
                               self._shares(), partition_bytes)
-        self.registry = Registry(placement, partition_bytes)
+        self.registry = Registry(placement, partition_bytes, self.processes)
         self.state = "running"
         roster = {
             "type": "WELCOME", "job": self.job, "workers": self.size // self.processes, "processes": self.processes,
             "lanes": [s.lanes for s in servers],
-            "names": {role: [str(n) for n in self._of(role)] for role in ("worker", "server")},
+            "names": {"server": [str(n) for n in servers]},
         }
-        return [(n.ident, {**roster, "rank": n.rank}) for n in self.nodes.values()]
+        told: list[Output] = [(s.ident, {**roster, "rank": s.rank}) for s in servers]
+        return told + [(w.ident, roster) for w in workers]      # they know their ranks
 
     def _shares(self) -> list[float]:
         """What part of all bytes each server should sum."""
@@ -213,95 +223,129 @@ class Membership:
     # ---- while it runs
 
     def declare(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
-        """A worker declares a tensor."""
+        """A worker declares a tensor. One that it declares before it hears that the job begins anew is void."""
         node = self.nodes.get(ident)
-        if node is None or node.role != "worker" or self.registry is None:
+        if node is None or node.role != "worker" or self.registry is None or m["epoch"] != self.epoch:
             return []
         name, generation = m["name"], m["generation"]
         known, told = self.registry.declare(node.rank, name, generation, m["nbytes"], m["dtype"], m["shape"], m["codec"])
-        answer: dict[str, Any] = {"type": "PLACED", "name": name, "generation": generation, "places": [list(p) for p in known.places]}
         if known.failure:
-            answer = {"type": "FAILED", "tensors": [[name, generation]], "status": known.status, "text": known.failure}
-        out = [(w.ident, answer) for w in self._of("worker") if w.rank in told]
-        if self.processes > 1 and self._joins.joined:
-            for root in (w for w in self._of("worker") if w.rank // self.processes == node.rank // self.processes and not w.left):
-                out += self._make_known(root)
+            failed = {"type": "FAILED", "tensors": [[name, generation]], "status": known.status, "text": known.failure}
+            return self._tell_error((self._roster.live[r].ident for r in told if r in self._roster.live), failed)
+        placed = {"type": "PLACED", "name": name, "generation": generation, "places": [list(p) for p in known.places]}
+        out: list[Output] = [(ident, placed)]
+        return out + self._make_known(node.rank // self.processes) if self.processes > 1 else out
+
+    def _tell_error(self, idents: Collection[bytes] | Any, message: dict[str, Any]) -> list[Output]:
+        """An error of several workers. None of them may leave before all have heard it: what servers say of one
+        that has left would be there first, and tell the others of the consequence instead of the cause."""
+        out = [(ident, message) for ident in idents]
+        for ident, _ in out:
+            self._unheard[ident] = self._unheard.get(ident, 0) + 1
         return out
 
-    def waiting(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
-        """A worker says which push_pulls it has waited for, and how long."""
-        node = self.nodes.get(ident)
-        if node is None or node.role != "worker" or self.state != "running":
+    def heard(self, ident: bytes) -> list[Output]:
+        """A worker has heard of an error."""
+        if self._unheard.get(ident, 0) > 1:
+            self._unheard[ident] -= 1
             return []
-        self._stalls.report(node.rank, m["tensors"], m["more"])
-        live = {w.rank: w for w in self._of("worker") if not w.left and w.rank not in self._joins.joined}
-        out: list[Output] = [(live[r].ident, {"type": "WARN", "text": text}) for r, text in self._stalls.warnings(sorted(live), now) if r in live]
-        return out + self._end_deadlock(list(live.values()))
+        self._unheard.pop(ident, None)
+        return self._let_leave()
+
+    def _let_leave(self) -> list[Output]:
+        if self._unheard:
+            return []
+        leaving, self._leaving = self._leaving, []
+        return [out for ident, m in leaving for out in self.bye(ident, m)]
+
+    def waiting(self, ident: bytes, m: dict[str, Any], now: float) -> list[Output]:
+        """A worker says what has changed in what it has pushed and waits for."""
+        node = self.nodes.get(ident)
+        if node is None or node.role != "worker" or node.left or self.state != "running" or m["epoch"] != self.epoch:
+            return []
+        self._stalls.report(node.rank, m["new"], m["over"], now, m["busy"], m["calls"])
+        text = self._stalls.warning(node.rank)
+        out: list[Output] = [(ident, {"type": "WARN", "text": text})] if text else []
+        return out + self._end_deadlock()
+
+    def doubt(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
+        """A worker cannot say which of its later push_pulls belong to which of the others'."""
+        node = self.nodes.get(ident)
+        if node is None or node.role != "worker" or node.left or self.state != "running":
+            return []
+        return self._fail(f"the job has to end after an error: {node}: {m['text']}", m["status"])
 
     def join(self, ident: bytes) -> list[Output]:
         """A worker has run out of data and waits until all have."""
         node = self.nodes.get(ident)
         if node is None or node.role != "worker" or node.left or self.state != "running":
             return []
-        out = self._joins.join(node.rank, *self._here(), self._roots(), self.processes) + self._end_join()
-        return out + self._make_known(node) if self.processes > 1 else out
+        self._stalls.leave(node.rank)
+        out = self._joins.join(node.rank, *self._here(), self._roots, self.processes) + self._end_join()
+        return out + self._make_known(node.rank // self.processes) if self.processes > 1 else out
 
-    def _roots(self) -> dict[int, bytes]:
-        """Machine -> who speaks for its processes, where they sum among themselves."""
-        n = self.processes
-        return {w.rank // n: w.ident for w in self._of("worker") if n > 1 and w.rank % n == n - 1 and not w.left}
-
-    def _make_known(self, root: Node) -> list[Output]:
+    def _make_known(self, machine: int) -> list[Output]:
         """A root that has joined adds for its neighbours what it does not push itself: tell it of what only they have declared."""
-        n = self.processes
-        if self.registry is None or root.rank % n != n - 1 or root.rank not in self._joins.joined:
+        root = machine * self.processes + self.processes - 1
+        if self.registry is None or root not in self._joins.joined or root not in self._roster.live:
             return []
-        machine = range(root.rank // n * n, root.rank)
-        return [(root.ident, {"type": "ADOPT", "name": name, "generation": generation, "nbytes": d.nbytes, "dtype": d.dtype,
-                              "shape": list(d.shape), "codec": d.codec, "places": [list(p) for p in d.places]})
-                for name, generation, d in self.registry.adopt(root.rank, machine)]
+        return [(self._roster.live[root].ident, self._adopted(name, generation, d)) for name, generation, d in self.registry.adopt(root)]
+
+    @staticmethod
+    def _adopted(name: str, generation: int, d: Declared) -> dict[str, Any]:
+        return {"type": "ADOPT", "name": name, "generation": generation, "nbytes": d.nbytes, "dtype": d.dtype,
+                "shape": list(d.shape), "codec": d.codec, "places": [list(p) for p in d.places]}
 
     def cleared(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
         """A server, or a machine's root, has forgotten who had joined."""
         last = self._joins.cleared(ident, m["generation"])
-        return [] if last is None else [(w.ident, {"type": "ALL_JOINED", "last": last}) for w in self._of("worker") if not w.left]
+        if last is None:
+            return []
+        for rank in self._roster.live:
+            self._stalls.enter(rank)
+        self._left_unjoined = {r: w for r, w in self._roster.workers.items() if w.left}
+        return [(w.ident, {"type": "ALL_JOINED", "last": last}) for w in self._of("worker") if not w.left]
 
     def _end_join(self) -> list[Output]:
         """Nobody can wait for a worker that has left: who has joined hears so."""
-        left = [w for w in self._of("worker") if w.left and w.rank not in self._joins.joined]
-        if not left or self.asynchronous or not self._joins.joined:
+        if not self._left_unjoined or self.asynchronous or not self._joins.joined:
             return []
-        text = f"join: {names([str(w) for w in left])} has left the job without calling join()"
-        return [(w.ident, {"type": "UNJOINED", "text": text}) for w in self._of("worker") if w.rank in self._joins.joined and not w.left]
+        text = f"join: {names([str(w) for _, w in sorted(self._left_unjoined.items())])} has left the job without calling join()"
+        return [(w.ident, {"type": "UNJOINED", "text": text}) for r, w in sorted(self._roster.live.items()) if r in self._joins.joined]
 
-    def _here(self) -> tuple[list[int], list[bytes]]:
+    def _here(self) -> tuple[Collection[int], list[bytes]]:
         """The ranks of the workers and the servers that are still in the job. Without asynchronous training all workers count."""
-        workers = [w.rank for w in self._of("worker") if not (w.left and self.asynchronous)]
-        return workers, [s.ident for s in self._of("server") if not s.left]
+        return self._roster.live if self.asynchronous else range(self.size), list(self._roster.live_servers)
 
-    @property
-    def asynchronous(self) -> bool:
-        """Whether no worker waits for another, so that the job goes on when one dies."""
-        return any(n.config.get(_ASYNC) for n in self.nodes.values())
     def waits(self, rank: int) -> list[tuple[str, int, float]]:
         """What worker ``rank`` has waited for too long: see :meth:`Stalls.waits`."""
-        return self._stalls.waits(rank)[:8]
+        return self._stalls.waits(rank)
 
-    def _end_deadlock(self, live: list[Node]) -> list[Output]:
-        """Fail what nobody will ever get, on everybody: a declaration given up by one worker alone would leave its push in the sum."""
-        stuck = self._stalls.deadlock([w.rank for w in live])
+    def _end_deadlock(self) -> list[Output]:
+        """Fail what nobody will ever get, and with it all that is under way anywhere: the job begins anew.
+
+        Some have pushed what others have not, so counts of pushes mean nothing any more. From this message on every
+        worker counts from zero, under new keys, and no push from before can meet one from after."""
+        stuck = self._stalls.deadlock()
         if not stuck or self.registry is None:
             return []
-        described = {k: self.registry.describe(*k) for keys in stuck.values() for k in keys}
-        who = "; ".join(f"worker {r} waits for {names([described[k] for k in keys], 4)}" for r, keys in stuck.items())
+        shown = dict(list(stuck.items())[:8])
+        who = "; ".join(f"worker {r} waits for {names([self.registry.describe(*k) for k in keys], 4)}" for r, keys in shown.items())
+        who += f"; and {len(stuck) - len(shown)} more workers" if len(stuck) > len(shown) else ""
         text = (f"nobody can go on: {who}; each of these has not been pushed by another worker. Do all workers use the same names and shapes, "
                 "in code that all of them reach, equally often? (For batches that run out earlier on some there is join(): "
                 "docs/uneven-and-elastic.md.)")
-        for key in described:
-            self.registry.fail(*key, -4, text)
-        # Who has joined, too: it would push this declaration again some day, and a machine's root may be standing in for its neighbours.
-        return [(w.ident, {"type": "FAILED", "tensors": [list(k) for k in described], "status": -4, "text": text})
-                for w in self._of("worker") if not w.left]
+        # Workers that are not at the same point of their scripts would go on one behind the other; and servers of an
+        # asynchronous job keep values by key, which would be lost.
+        apart = self._stalls.out_of_step()
+        if apart or self.asynchronous:
+            return self._fail(f"the job has to end{': ' if apart else ''}{apart}: {text}", -4)
+        self.epoch += 1
+        self.registry.clear()
+        self._stalls.clear()
+        # Who has joined, too: it would push an old declaration again some day.
+        reset = {"type": "RESET", "epoch": self.epoch, "status": -4, "text": text}
+        return self._tell_error([w.ident for _, w in sorted(self._roster.live.items())], reset)
 
     # ---- going
 
@@ -313,12 +357,17 @@ class Membership:
         out: list[Output] = [(ident, {"type": "GOODBYE"})]
         if node.left:
             return out
-        node.left = True
+        self._unheard.pop(ident, None)
+        if self._unheard and self.state == "running" and node.role == "worker":
+            self._leaving.append((ident, m))
+            return []
         if self.state == "waiting":
-            del self.nodes[ident]
+            self._roster.drop(ident)
             return out
-        node.early = not any(w.early for w in self._of("worker")) and not m["failure"]
-        self._stalls.report(node.rank, [], False) if node.role == "worker" else None
+        self._let_go(node)
+        out += self._let_leave()
+        node.early = node.role == "worker" and self._nobody_left_early and not m["failure"]
+        self._nobody_left_early = self._nobody_left_early and not node.early
         if m["failure"] and self.state == "running":
             # Who failed for want of one that had left is not the first cause.
             early = [w for w in self._of("worker") if w.early] if m["failure"].startswith(_FOR_WANT) else []
@@ -335,12 +384,27 @@ class Membership:
         if node is None or node.left:
             return []
         if self.state == "waiting":
-            del self.nodes[ident]
+            self._roster.drop(ident)
             self.vanished.miss(node.role, node.rank, node.host, f"{node} is gone: {why}")
             return []
-        node.left = True
+        said = [m for i, m in self._leaving if i == ident]
+        self._unheard.pop(ident, None)
+        if said:                    # it had said goodbye, and did not wait for the answer
+            self._leaving = [(i, m) for i, m in self._leaving if i != ident]
+            return [out for out in self.bye(ident, said[0]) if out[0] != ident]
+        self._let_go(node)
         out = self._lost(node, f"{node} is gone: {why}") if self.state == "running" else []
-        return out + self._after_leaving(node)
+        return out + self._let_leave() + self._after_leaving(node)
+
+    def _let_go(self, node: Node) -> None:
+        """A node takes part in nothing any more."""
+        self._roster.leave(node)
+        if node.role == "worker":
+            self._stalls.leave(node.rank)
+            if self._roots.get(node.rank // self.processes) == node.ident:
+                del self._roots[node.rank // self.processes]
+            if node.rank not in self._joins.joined:
+                self._left_unjoined[node.rank] = node
 
     def abort(self, text: str) -> list[Output]:
         """The scheduler itself has to end."""
@@ -353,25 +417,27 @@ class Membership:
     def _lost(self, node: Node, text: str) -> list[Output]:
         """A node is gone that should not be: the end of the job, unless it is asynchronous and lacks only a worker."""
         self.blamed = self.blamed or node
-        workers = [w for w in self._of("worker") if not w.left]
+        workers = list(self._roster.live.values())
         if node.role != "worker" or not self.asynchronous or not workers:
             return self._fail("; ".join([*self._dead, text]))
         self._dead.append(text)
         text += "; the others go on without it, since the job is asynchronous"
         return [(w.ident, {"type": "WARN", "text": text}) for w in workers]
 
-    def _fail(self, text: str) -> list[Output]:
-        """The job is over: tell everybody who is left."""
+    def _fail(self, text: str, status: int = -1) -> list[Output]:
+        """The job is over: tell everybody who is left. ``status``: what their push_pulls end with."""
         self.state = "failed"
         self.failure = text
-        return [(n.ident, {"type": "LOST", "text": text}) for n in self.nodes.values() if not n.left]
+        lost = {"type": "LOST", "text": text, "status": status}
+        self._unheard.clear()
+        return [(n.ident, lost) for n in self.nodes.values() if not n.left] + self._let_leave()
 
     def _after_leaving(self, node: Node) -> list[Output]:
-        workers = [w for w in self._of("worker") if not w.left]
-        servers = [s for s in self._of("server") if not s.left]
+        workers, servers = self._roster.live, list(self._roster.live_servers.values())
         out: list[Output] = []
         if node.role == "worker" and self.state == "running":
-            neighbours = [w for w in workers if w.rank // self.processes == node.rank // self.processes]
+            first = node.rank // self.processes * self.processes
+            neighbours = [workers[r] for r in range(first, first + self.processes) if r in workers]
             out += [(n.ident, {"type": "LEFT", "rank": node.rank}) for n in [*servers, *neighbours]]
             out += self._joins.left(*self._here()) + self._end_join()
         if not workers:
@@ -385,7 +451,7 @@ class Membership:
 
     def everybody_left(self) -> bool:
         """Whether nobody has to be told anything any more."""
-        return self.state in ("done", "failed") and all(n.left for n in self.nodes.values())
+        return self.state in ("done", "failed") and not (self._roster.live or self._roster.live_servers)
 
 
 def _place(m: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """The control link's messages: JSON objects with a type, checked field by field. Pure.
 
-A node sends HELLO, DECLARE, WAITING, JOIN, CLEARED, BYE; the hub sends STATUS, WELCOME, REFUSED, PLACED, FAILED, WARN, JOINED, CLEAR, ADOPT,
-ALL_JOINED, UNJOINED, LEFT, LOST, END, GOODBYE.
+A node sends HELLO, DECLARE, WAITING, HEARD, DOUBT, JOIN, CLEARED, BYE; the hub sends STATUS, WELCOME, REFUSED, PLACED, FAILED, RESET, WARN,
+JOINED, CLEAR, ADOPT, ALL_JOINED, UNJOINED, LEFT, LOST, END, GOODBYE.
 For those who look on, a node sends CLOCK, STATS, TRACED, an observer OBSERVE; the hub sends CLOCK, WATCH, TRACE, and VIEW to the observer.
 """
 
@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_BYTES = 64 << 20        # the places of a tensor with the most partitions fit
 #: ... and of a message to the scheduler. ZeroMQ keeps what a stranger sends as his handshake up to this size, on each connection.
 MAX_BYTES_TO_HUB = 8 << 20
 MAX_NAME = 4096
+#: Most tensors that one WAITING speaks of.
+MOST_ITEMS = 4096
 
 _POSITION = (int, 0, 2**32)
 _TEXT = (str, 0, 1 << 16)
@@ -23,8 +25,11 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
     "HELLO": {"protocol": _POSITION, "role": (str, 1, 16), "rank": (int, -1, 2**31), "host": _TEXT, "pid": _POSITION,
               "lanes": (list, 0, 4096), "config": (dict, 0, 64)},
     "DECLARE": {"name": (str, 1, MAX_NAME), "generation": _POSITION, "nbytes": (int, 0, 2**62), "dtype": (int, 0, 255),
-                "shape": (list, 0, 64), "codec": (str, 0, 1024)},
-    "WAITING": {"tensors": (list, 0, 4096), "more": (bool, 0, 1)},
+                "shape": (list, 0, 64), "codec": (str, 0, 1024), "epoch": _POSITION},
+    "WAITING": {"new": (list, 0, MOST_ITEMS), "over": (list, 0, MOST_ITEMS), "busy": (bool, 0, 1), "epoch": _POSITION,
+                "calls": (int, 0, 2**62)},
+    "HEARD": {},
+    "DOUBT": {"text": _TEXT, "status": (int, -64, -1)},
     "JOIN": {},
     "CLEARED": {"generation": _POSITION},
     "BYE": {"failure": _TEXT},
@@ -76,7 +81,7 @@ def check(message: dict[str, Any]) -> None:
     if message["type"] == "STATS":
         _check_stats(message["values"], message["late"])
     if message["type"] == "WAITING":
-        _check_waiting(message["tensors"])
+        _check_waiting(message["new"], message["over"])
 
 
 def _check_stats(values: dict[str, Any], late: list[Any]) -> None:
@@ -87,8 +92,15 @@ def _check_stats(values: dict[str, Any], late: list[Any]) -> None:
             raise BadMessage("STATS: an item of late is not [rounds, nanoseconds]")
 
 
-def _check_waiting(tensors: list[Any]) -> None:
-    for item in tensors:
-        fits = isinstance(item, list) and len(item) == 4 and isinstance(item[0], str) and isinstance(item[1], int)
-        if not fits or not isinstance(item[2], int) or not isinstance(item[3], float) or not 0 <= item[3] < 1e12:
-            raise BadMessage("WAITING: an item is not [name, generation, round, seconds]")
+def _check_waiting(new: list[Any], over: list[Any]) -> None:
+    for item in new:
+        fits = isinstance(item, list) and len(item) == 5 and _is_key(item) and isinstance(item[2], int)
+        if not fits or not all(isinstance(x, (int, float)) and -1 <= x < 1e12 for x in item[3:]):
+            raise BadMessage("WAITING: an item is not [name, generation, round, seconds, seconds waited for]")
+    for item in over:
+        if not isinstance(item, list) or len(item) != 2 or not _is_key(item):
+            raise BadMessage("WAITING: an item is not [name, generation]")
+
+
+def _is_key(item: list[Any]) -> bool:
+    return isinstance(item[0], str) and isinstance(item[1], int)

@@ -1,76 +1,245 @@
-"""Who waits for what: the hub's view of push_pulls that do not end. Pure.
+"""Which push_pulls do not end, and whether the job can still go on. Pure.
 
-A worker reports the tensors that it has pushed and that have not come back. A tensor that another worker does not report has not been pushed
-there. One such case is a slow worker: a warning. If *every* worker waits for something that another one has not pushed, and has
-done so for long, nobody can go on: that is what differing names look like.
+A worker reports the tensors that it has pushed and not got back, and which of them its script waits
+for. A tensor that a worker has not reported has not been pushed there. One such case is a slow worker:
+a warning. If *every* worker waits for something that another one has not pushed, the job cannot go on.
+
+Reports are differences, and every structure here is updated by what changed: a message costs time in
+proportion to what it says, however many workers and tensors there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import islice
 from typing import Any
 
 Key = tuple[str, int]
+#: A warning about the same tensor is repeated after so many warning intervals.
+REPEAT = 10
+#: A worker has to wait so many times longer while another of its threads, which has used bpsx, does not.
+PATIENCE = 10
+_MOST_NAMED = 8
 
 
 @dataclass
 class _Wait:
+    """One worker's push of a tensor. Times are of the hub's clock, in seconds."""
+
     round: int
-    seconds: float
+    since: float
+    waited: float | None        # since when the script waits for it; None: it does not
+    full: bool = False          # all workers have been seen to push it
+
+
+@dataclass
+class _Pushed:
+    """A tensor's workers. ``fresh``: those whose wait is not marked full."""
+
+    ranks: set[int] = field(default_factory=set)
+    fresh: list[int] = field(default_factory=list)
+    candidates: list[int] | None = None     # heap with the ranks that lack it, and perhaps others
+
+
+@dataclass
+class _Worker:
+    """One worker's reports."""
+
+    waits: OrderedDict[Key, _Wait] = field(default_factory=OrderedDict)     # oldest first
+    vain: list[tuple[float, Key]] = field(default_factory=list)     # heap; some are out of date
+    reported: float = 0.0
+    busy: bool = False
+    calls: int = 0              # push_pulls that its script has asked for
+    warned: tuple[Key, int] | None = None
+    warned_at: float = float("-inf")
 
 
 class Stalls:
-    """Reports by rank and what follows from them."""
+    """Reports by rank and what follows from them. ``warn_after``, ``deadlock_after``: seconds."""
 
     def __init__(self, warn_after: float, deadlock_after: float) -> None:
         self._warn_after = warn_after
         self._deadlock_after = deadlock_after
-        self._by_rank: dict[int, dict[Key, _Wait]] = {}
-        self._truncated: set[int] = set()
-        self._warned: dict[Key, float] = {}
+        self._workers: dict[int, _Worker] = {}      # those that are neither gone nor in join()
+        self._pushed: dict[Key, _Pushed] = {}
+        self._by_count: dict[int, set[Key]] = {}    # number of workers that report a tensor -> tensors
+        self._stuck: set[int] = set()
 
-    def report(self, rank: int, tensors: Sequence[Sequence[Any]], more: bool) -> None:
-        """Worker ``rank`` waits for ``tensors``: [name, generation, round, seconds]; ``more``: the list was cut."""
-        self._by_rank[rank] = {(n, g): _Wait(r, s) for n, g, r, s in tensors}
-        (self._truncated.add if more else self._truncated.discard)(rank)
+    # ---- who counts
+
+    def enter(self, rank: int) -> None:
+        """Worker ``rank`` takes part from now on."""
+        self._workers.setdefault(rank, _Worker())
+
+    def leave(self, rank: int) -> None:
+        """Worker ``rank`` is waited for no longer: it has left, died, or called join()."""
+        if rank not in self._workers:
+            return
+        for key in list(self._workers[rank].waits):
+            self._remove(rank, key)
+        del self._workers[rank]
+        self._stuck.discard(rank)
+        for key in list(self._by_count.get(len(self._workers), ())):
+            self._fill(key)
+
+    def clear(self) -> None:
+        """Forget all reports: nothing that they are about is under way any more."""
+        for worker in self._workers.values():
+            worker.waits.clear()
+            worker.vain.clear()
+        self._pushed.clear()
+        self._by_count.clear()
+        self._stuck.clear()
+
+    # ---- what they report
+
+    def report(
+        self, rank: int, new: Iterable[Sequence[Any]], over: Iterable[Sequence[Any]], now: float,
+        busy: bool = False, calls: int = 0,
+    ) -> None:
+        """What has changed on worker ``rank``.
+
+        ``new``: pushed tensors, oldest first: [name, generation, round, seconds since the push, seconds
+        that the script has waited for it or -1]. ``over``: [name, generation] of those that have ended.
+        ``busy``: a thread that has used bpsx does not wait. ``calls``: how many push_pulls the script has
+        asked for since the job began or began anew.
+        """
+        worker = self._workers.get(rank)
+        if worker is None:
+            return
+        worker.reported, worker.busy, worker.calls = now, busy, calls
+        for name, generation in over:
+            self._remove(rank, (name, generation))
+        for name, generation, round_, seconds, waited in new:
+            key = (name, generation)
+            known = worker.waits.get(key)
+            since = now - waited if waited >= 0 else None
+            if known is not None and known.round == round_:
+                known.waited = since
+            else:
+                self._remove(rank, key)
+                known = worker.waits[key] = _Wait(round_, now - seconds, since)
+                pushed = self._pushed.setdefault(key, _Pushed())
+                pushed.fresh.append(rank)
+                self._count(key, pushed, rank, True)
+            if since is not None and not known.full:
+                heappush(worker.vain, (since, key))
+        self._look(rank)
+
+    def _count(self, key: Key, pushed: _Pushed, rank: int, more: bool) -> None:
+        """One worker more or less reports ``key``."""
+        before = len(pushed.ranks)
+        if not more and pushed.candidates is not None:
+            heappush(pushed.candidates, rank)
+        (pushed.ranks.add if more else pushed.ranks.discard)(rank)
+        self._by_count.get(before, set()).discard(key)
+        if pushed.ranks:
+            self._by_count.setdefault(len(pushed.ranks), set()).add(key)
+        else:
+            del self._pushed[key]
+        if more and len(pushed.ranks) == len(self._workers):
+            self._fill(key)
+
+    def _remove(self, rank: int, key: Key) -> None:
+        if self._workers[rank].waits.pop(key, None) is not None:
+            self._count(key, self._pushed[key], rank, False)
+
+    def _fill(self, key: Key) -> None:
+        """All have pushed ``key``: nobody waits for it in vain, also once some have it back."""
+        fresh, self._pushed[key].fresh = self._pushed[key].fresh, []
+        for rank in fresh:
+            wait = self._workers[rank].waits.get(key) if rank in self._workers else None
+            if wait is not None and not wait.full:
+                wait.full = True
+                if rank in self._stuck:
+                    self._look(rank)
+
+    def _look(self, rank: int) -> None:
+        """Note whether the worker waited in vain for long enough when it reported last."""
+        worker = self._workers[rank]
+        while worker.vain:
+            since, key = worker.vain[0]
+            wait = worker.waits.get(key)
+            if wait is not None and wait.waited == since and not wait.full:
+                break
+            heappop(worker.vain)
+        patience = self._deadlock_after * (PATIENCE if worker.busy else 1)
+        stuck = bool(worker.vain) and worker.reported - worker.vain[0][0] >= patience
+        (self._stuck.add if stuck else self._stuck.discard)(rank)
+
+    # ---- what follows
 
     def waits(self, rank: int, warn_after: float | None = None) -> list[tuple[str, int, float]]:
-        """What worker ``rank`` has waited for longer than a warning takes, the longest first: (tensor, round, seconds)."""
+        """The oldest tensors that worker ``rank`` has pushed longer ago than ``warn_after`` seconds (by
+        default: than a warning takes), at most 8: (tensor, round, seconds). For any thread."""
         limit = self._warn_after if warn_after is None else warn_after
-        found = [(k[0], w.round, w.seconds) for k, w in list(self._by_rank.get(rank, {}).items()) if w.seconds >= limit]
-        return sorted(found, key=lambda x: -x[2])
+        worker = self._workers.get(rank)
+        if worker is None:
+            return []
+        oldest = list(islice(worker.waits.items(), _MOST_NAMED))
+        found = [(key[0], wait.round, worker.reported - wait.since) for key, wait in oldest]
+        return [item for item in found if item[2] >= limit]
 
-    def _lacking(self, key: Key, ranks: Sequence[int]) -> list[int]:
-        """Workers that have not pushed ``key``, as far as one can know."""
-        return [r for r in ranks if r not in self._truncated and key not in self._by_rank.get(r, {})]
+    def warning(self, rank: int) -> str:
+        """What to tell worker ``rank``, which has just reported, of its oldest tensor; mostly nothing.
 
-    def warnings(self, ranks: Sequence[int], now: float) -> list[tuple[int, str]]:
-        """(rank, text) for workers that should be told why they wait; each tensor once per warning interval."""
-        out = []
-        for rank in ranks:
-            for key, wait in self._by_rank.get(rank, {}).items():
-                lacking = self._lacking(key, ranks)
-                if wait.seconds < self._warn_after or now - self._warned.get(key, -1e9) < self._warn_after:
-                    continue
-                self._warned[key] = now
-                why = f"not pushed by {self._tell(lacking)}" if lacking else "pushed by all, its sum is not back yet"
-                out.append((rank, f"tensor {key[0]!r} round {wait.round}: pushed {wait.seconds:.0f} s ago by worker {rank}, {why}"))
-        return out
+        A worker hears of a stall once, and again after :data:`REPEAT` intervals; of another one after
+        one interval at the earliest.
+        """
+        worker = self._workers.get(rank)
+        if worker is None or not worker.waits:
+            return ""
+        key, wait = next(iter(worker.waits.items()))
+        what, seconds = (key, wait.round), worker.reported - wait.since
+        pause = self._warn_after * (REPEAT if what == worker.warned else 1)
+        if seconds < self._warn_after or worker.reported - worker.warned_at < pause:
+            return ""
+        worker.warned, worker.warned_at = what, worker.reported
+        more = f" and {len(worker.waits) - 1} more" if len(worker.waits) > 1 else ""
+        why = "pushed by all, its sum is not back yet" if wait.full else self._who_lacks(key)
+        title = f"tensor {key[0]!r} round {wait.round}{more}"
+        return f"{title}: pushed {seconds:.0f} s ago by worker {rank}, {why}"
 
-    def _tell(self, lacking: Sequence[int]) -> str:
-        parts = []
-        for rank in lacking[:8]:
-            others = sorted(k[0] for k in self._by_rank.get(rank, {}))
-            parts.append(f"worker {rank}" + (f" (which waits for {', '.join(map(repr, others[:3]))})" if others else ""))
-        return ", ".join(parts) + (f" and {len(lacking) - 8} more" if len(lacking) > 8 else "")
+    def _who_lacks(self, key: Key) -> str:
+        """Which workers have not pushed ``key``, and what that looks like."""
+        pushed = self._pushed[key]
+        if pushed.candidates is None:
+            pushed.candidates = sorted(self._workers)
+        lacking: list[int] = []
+        while pushed.candidates and len(lacking) < _MOST_NAMED:
+            rank = heappop(pushed.candidates)
+            if rank in self._workers and rank not in pushed.ranks and rank not in lacking[-1:]:
+                lacking.append(rank)
+        for rank in lacking:
+            heappush(pushed.candidates, rank)
+        count = len(self._workers) - len(pushed.ranks)
+        parts, waiting = [], False
+        for rank in lacking:
+            others = [name for name, _ in islice(self._workers[rank].waits, 3)]
+            waiting = waiting or bool(others)
+            more = len(self._workers[rank].waits) - len(others)
+            listed = ", ".join(map(repr, others)) + (f" and {more} more" if more else "")
+            parts.append(f"worker {rank}" + (f" (which waits for {listed})" if others else ""))
+        text = "not pushed by " + ", ".join(parts)
+        text += f" and {count - len(parts)} more" if count > len(parts) else ""
+        if waiting:
+            return text + "; do all workers use the same names, equally often?"
+        return text + "; is it slow, or does its code never come here (`if rank() == 0`)?"
 
-    def deadlock(self, ranks: Sequence[int]) -> dict[int, list[Key]]:
-        """What each worker waits for in vain, when every one of ``ranks`` has done so for long enough; else nothing."""
-        stuck = {rank: [k for k, w in self._by_rank.get(rank, {}).items() if w.seconds >= self._deadlock_after and self._lacking(k, ranks)]
-                 for rank in ranks}
-        if len(ranks) < 2 or not all(stuck.values()):
+    def deadlock(self) -> dict[int, list[Key]]:
+        """What each worker has pushed in vain, if all have waited in vain for long enough; else nothing."""
+        if len(self._workers) < 2 or len(self._stuck) < len(self._workers):
             return {}
-        for rank in ranks:
-            self._by_rank[rank] = {}
-        return stuck
+        return {rank: [key for key, wait in worker.waits.items() if not wait.full]
+                for rank, worker in sorted(self._workers.items())}
+
+    def out_of_step(self) -> str:
+        """Which workers have asked for the fewest and for the most push_pulls; empty if all for equally many."""
+        ordered = sorted(self._workers.items(), key=lambda item: item[1].calls)
+        (least, first), (most, last) = ordered[0], ordered[-1]
+        if first.calls == last.calls:
+            return ""
+        return f"worker {most} has asked for {last.calls} push_pulls, worker {least} for {first.calls}"

@@ -1,0 +1,125 @@
+"""``bench scheduler``: what one message costs the scheduler, by what it is about and by how many workers there are.
+
+The scheduler's own code handles and answers the messages of simulated workers; only sockets are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from bench.jobs import progress
+from bench.report import Case
+from bpsx.config import Config
+from bpsx.config.fingerprint import fingerprint
+from bpsx.rendezvous import messages
+from bpsx.rendezvous.hub import Hub
+from bpsx.rendezvous.membership import Membership
+from bpsx.rendezvous.observers import Observers
+from bpsx.rendezvous.refusals import Refusals
+
+SERVERS = 2
+PHASES = ("gathering", "declaring", "waiting", "still-waiting", "answered", "joining", "leaving")
+Message = tuple[bytes, dict[str, Any]]
+
+
+class _NoSocket:
+    """Takes what the scheduler sends, and counts it."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def send_multipart(self, frames: list[bytes]) -> None:
+        self.sent += 1
+
+
+class Simulated:
+    """A scheduler without sockets, and the messages of ``workers`` workers that push ``tensors`` tensors each.
+
+    ``processes``: of a machine, which sum among themselves.
+    """
+
+    def __init__(self, workers: int, tensors: int, processes: int = 1) -> None:
+        self.workers, self.tensors, self.processes = workers, tensors, processes
+        self.hub: Any = object.__new__(Hub)
+        self.hub._members = Membership(workers // processes, SERVERS, processes, 1, stall_warn=30.0, deadlock_after=60.0)
+        self.hub._observers = Observers(self.hub._members, "127.0.0.1")
+        self.hub._refusals, self.hub._gone, self.hub._broke = Refusals(), [], "its connection broke"
+        self.hub._socket = _NoSocket()
+
+    def _hello(self, role: str, rank: int) -> dict[str, Any]:
+        given = {"DMLC_NUM_WORKER": str(self.workers // self.processes), "DMLC_NUM_SERVER": str(SERVERS)}
+        config = {**fingerprint(Config(given)), "BYTEPS_LOCAL_SIZE": self.processes, "BPSX_LOCAL_REDUCE": int(self.processes > 1)}
+        return {"protocol": messages.PROTOCOL, "role": role, "rank": rank, "host": f"10.0.0.{rank}", "pid": 100 + rank,
+                "lanes": [f"10.0.1.{rank}:9000"] if role == "server" else [], "config": config}
+
+    def phase(self, name: str) -> Iterator[Message]:
+        """The messages of one of :data:`PHASES`, which come in this order."""
+        everybody = [(r, b"w%d" % r) for r in range(self.workers)]
+        if name == "gathering":
+            for s in range(SERVERS):
+                yield b"s%d" % s, {"type": "HELLO", **self._hello("server", s)}
+            for rank, ident in everybody:
+                yield ident, {"type": "HELLO", **self._hello("worker", rank)}
+        elif name == "declaring":
+            for n in range(self.tensors):
+                for _, ident in everybody:
+                    yield ident, {"type": "DECLARE", "name": f"t{n}", "generation": 0, "nbytes": 4096, "dtype": 3, "shape": [1024],
+                                  "codec": "", "epoch": 0}
+        elif name == "waiting":         # worker 0 saves: all others wait for all tensors
+            for _, ident in everybody[1:]:
+                yield ident, self._report([[f"t{n}", 0, 0, 31.0, 31.0 if n == 0 else -1] for n in range(self.tensors)])
+        elif name == "still-waiting":
+            for _ in range(4):
+                for _, ident in everybody[1:]:
+                    yield ident, self._report([])
+        elif name == "answered":
+            for _, ident in everybody[1:]:
+                yield ident, self._report([], [[f"t{n}", 0] for n in range(self.tensors)])
+        elif name == "joining":
+            for _, ident in everybody:
+                yield ident, {"type": "JOIN"}
+        elif name == "leaving":
+            for _, ident in everybody:
+                yield ident, {"type": "BYE", "failure": ""}
+
+    @staticmethod
+    def _report(new: list[Any], over: list[Any] | None = None) -> dict[str, Any]:
+        return {"type": "WAITING", "new": new, "over": over or [], "busy": False, "epoch": 0, "calls": 1}
+
+    def handle(self, ident: bytes, message: dict[str, Any]) -> None:
+        """What the scheduler does with a message that has arrived."""
+        messages.check(message)
+        if message["type"] == "HELLO":
+            self.hub._members.would_refuse(ident, message)
+        self.hub._handle(ident, message)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workers", default="64,1024", help="numbers of workers, with commas between (default: %(default)s)")
+    parser.add_argument("--tensors", type=int, default=100, help="tensors of each worker (default: %(default)s)")
+
+
+def run(options: argparse.Namespace) -> list[Case]:
+    """Microseconds per message; beside it what it costs with the smallest number of workers."""
+    logging.disable(logging.WARNING)        # what is measured includes making the warnings, not printing them
+    cases = []
+    peers: dict[str, float] = {}
+    tensors = 30 if options.quick else options.tensors
+    for workers in sorted(int(w) for w in options.workers.split(",")):
+        progress(f"{workers} workers")
+        simulated = Simulated(workers, tensors)
+        for phase in PHASES:
+            sent = list(simulated.phase(phase))
+            begun = time.perf_counter()
+            for message in sent:
+                simulated.handle(*message)
+            seconds = time.perf_counter() - begun
+            each = 1e6 * seconds / len(sent)
+            cases.append(Case(f"{phase}-{workers}", each, "us", peer=peers.get(phase), target="<= 3" if phase in peers else None,
+                              note=f"per message; {len(sent)} messages in {seconds:.2f} s"))
+            peers.setdefault(phase, each)
+    return cases
