@@ -1,0 +1,223 @@
+"""Scripts that catch errors and go on: right sums, or an error on all workers that says that the job has to end.
+
+What is pushed in a step tells of it: each worker writes the step's number into its own element. So a sum shows for
+every worker which step its part comes from, and one push that meets another step's is seen at once.
+"""
+
+from __future__ import annotations
+
+import random
+import textwrap
+
+import pytest
+
+from jobs import Job, run
+
+FAST = {"BPSX_DEADLOCK_SECONDS": "1.2", "BPSX_STALL_WARN_SECONDS": "0.2"}
+
+_PROGRAM = """
+    import signal, bpsx, numpy as np
+    bpsx.init()
+    rank, size = bpsx.rank(), bpsx.size()
+
+    class Struck(Exception): pass
+    def strike(number, frame): raise Struck
+    signal.signal(signal.SIGALRM, strike)
+
+    def mine(step, length=0):
+        found = np.zeros(length or size, np.float32)
+        found[rank % len(found)] = step + 1
+        return found
+
+    def begin(step, op):
+        kind, name = op[0], op[1]
+        if kind == "refuse":
+            return bpsx.push_pull_async(np.array(["text"]), name)
+        if kind == "broadcast":
+            bpsx.broadcast(np.float32([step + 1.0 if rank == op[2] else -1]), op[2], name)
+        if kind == "length":
+            return bpsx.push_pull_async(mine(step, op[2]), name, average=False)
+        return bpsx.push_pull_async(mine(step), name, average=kind == "average")
+
+    joined = None
+    for step, ops in enumerate(PROGRAM):
+        handles = []
+        try:
+            for op in ops[rank]:
+                if op[0] == "pause":
+                    import time; time.sleep(op[1])
+                elif op[0] == "join":
+                    bpsx.join()
+                elif op[0] == "strike":
+                    signal.setitimer(signal.ITIMER_REAL, op[1])
+                elif op[0] == "broadcast":
+                    root = op[2]
+                    got = bpsx.broadcast(np.float32([step + 1.0 if rank == root else -1]), root, op[1])
+                    report([step, op[1], got.tolist(), True])
+                elif op[0] == "wait":
+                    for name, handle in handles:
+                        report([step, name, bpsx.synchronize(handle).tolist(), op[1:] or False])
+                    handles = []
+                else:
+                    handles.append((op[1], begin(step, op)))
+        except (bpsx.BpsxError, TypeError, Struck) as e:
+            report([step, type(e).__name__, "the job has to end" in str(e), str(e)])
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+
+
+def program(seed: int, workers: int, steps: int = 9) -> list[list[list[list]]]:
+    """By step and worker: operations. Every step but the faulty ones is the same on all."""
+    rng = random.Random(seed)
+    names, fresh = ["a", "b", "c"], iter(range(1000))
+    found = []
+    for step in range(steps):
+        fault = rng.choice(["none", "none", "stall", "stall new", "mismatch", "operation", "strike", "refused by all", "join"])
+        fault = "none" if step in (0, steps - 1, steps - 2) and rng.random() < 0.7 else fault
+        common = [["push", name] for name in rng.sample(names, rng.randint(1, 3))]
+        if rng.random() < 0.3:
+            common.append(["broadcast", "root", rng.randrange(workers)])
+        common = [op for one in common for op in ([one, ["wait"]] if rng.random() < 0.5 and one[0] == "push" else [one])] + [["wait"]]
+        each = [list(common) for _ in range(workers)]
+        who = rng.randrange(workers)
+        if fault.startswith("stall"):
+            first, second = ("a", "b") if fault == "stall" else (f"new {next(fresh)}", f"new {next(fresh)}")
+            each = [[["push", first if r == who else second], *([["push", "c"]] if step % 2 else []), ["wait"]] for r in range(workers)]
+        elif fault == "mismatch":
+            name = rng.choice(["a", f"new {next(fresh)}"])
+            each = [[["length", name, 5 + (r == who)], ["wait"]] for r in range(workers)]
+        elif fault == "operation":
+            each = [[["average" if r == who else "push", "a"], ["wait"]] for r in range(workers)]
+        elif fault == "strike":         # one is struck while it waits for another, who comes late
+            late = (who + 1) % workers
+            each = [[*([["pause", 0.6]] if r == late else []), ["push", "a"], *([["strike", 0.3]] if r == who else []), ["wait"]]
+                    for r in range(workers)]
+        elif fault == "refused by all":
+            each = [[["refuse", "b"], ["wait"]] for _ in range(workers)]
+        elif fault == "join":
+            each = [[["join"]] if r == who else [["push", "a"], ["wait", who], ["join"]] for r in range(workers)]
+        found.append(each)
+    return found
+
+
+def check(reports: list[list], workers: int) -> bool:
+    """Every sum holds all workers' parts of that very step. Whether the job was said to have to end."""
+    ended = False
+    for report in reports:
+        step, what, found, extra = report
+        if isinstance(found, bool):
+            ended = ended or found
+            continue
+        assert not ended, f"a sum after the end: {report}"
+        joiner = extra[0] if isinstance(extra, list) and extra else -1
+        if extra is True:
+            assert found == [step + 1.0], report
+        else:
+            assert found == [0.0 if r == joiner else step + 1.0 for r in range(workers)], report
+    return ended
+
+
+CASES = [(seed, workers, servers, processes) for seed, (workers, servers, processes) in enumerate(
+    [(2, 1, 1), (3, 1, 1), (2, 0, 2), (3, 2, 1), (4, 1, 2), (2, 2, 1)])]
+
+
+@pytest.mark.parametrize(("seed", "workers", "servers", "processes"), CASES)
+def test_after_any_caught_error_sums_are_right(seed, workers, servers, processes):
+    """Programs in which all workers are at the same point when something fails."""
+    made = program(seed, workers)
+    source = f"    PROGRAM = {made!r}\n" + _PROGRAM
+    with Job(source, workers, servers, processes=processes, env=FAST) as job:
+        found = job.results()
+    for reports in found:
+        assert not check(reports, workers)
+    assert all(reports and reports[-1][0] == len(made) - 1 for reports in found)
+
+
+def test_after_a_stall_at_the_first_use_of_a_name_no_worker_is_a_step_behind():
+    found = run("""
+        import bpsx, numpy as np
+        bpsx.init()
+        rank, got = bpsx.rank(), []
+        def step(i, name):
+            try:
+                got.append(float(bpsx.push_pull(np.float32([i]), name, average=False)[0]))
+            except bpsx.StallError as e:
+                got.append("stall")
+        step(1, "ab"[rank])
+        for i in (2, 3):
+            step(i, "a")
+        step(4, "ba"[rank])         # and once more: a name is not dead after it
+        for i in (5, 6):
+            step(i, "a"), step(i, "b")
+        report(got)
+    """, env=FAST)
+    assert found == [[["stall", 4.0, 6.0, "stall", 10.0, 10.0, 12.0, 12.0]]] * 2
+
+
+_CAUGHT = """
+import bpsx, numpy as np
+bpsx.init()
+rank, told = bpsx.rank(), []
+def caught(act):
+    try:
+        found = act()
+    except (bpsx.BpsxError, TypeError) as e:
+        told.append(str(e))
+        return str(e)
+    assert found[0] in (2.0, 4.0, 6.0, 8.0) and not any("has to end" in text for text in told), (told, found)
+    return ""
+"""
+
+OUT_OF_STEP = {
+    "one is refused": """
+        for step in range(4):
+            value = np.array(["text"]) if rank == step == 0 else np.full(1, step + 1, np.float32)
+            caught(lambda: bpsx.push_pull(value, "x", average=False))
+    """,
+    "one is struck while it waits in vain": """
+        import signal
+        class Struck(bpsx.BpsxError): pass
+        def strike(number, frame): raise Struck
+        signal.signal(signal.SIGALRM, strike)
+        signal.setitimer(signal.ITIMER_REAL, 0.5 if rank == 0 else 0)
+        caught(lambda: bpsx.push_pull(np.ones(1, np.float32), "xy"[rank], average=False))
+        for step in range(4):
+            caught(lambda: bpsx.push_pull(np.full(1, step + 1, np.float32), "z", average=False))
+    """,
+    "a mismatch of what is used twice": """
+        handles = [bpsx.push_pull_async(np.ones(4 + rank, np.float32), "x", average=False) for _ in range(2 - rank)]
+        for handle in handles:
+            caught(lambda: bpsx.synchronize(handle))
+        for step in range(4):
+            caught(lambda: bpsx.push_pull(np.full(1, step + 1, np.float32), "x", average=False))
+    """,
+    "another thread goes on": """
+        import threading, time
+        def aside():
+            for step in range(2000):
+                if "the job has to end" in caught(lambda: bpsx.push_pull(np.ones(1, np.float32), "aside", average=False)) or over: break
+                time.sleep(0.05)
+        over = []
+        thread = threading.Thread(target=aside); thread.start()
+        caught(lambda: bpsx.push_pull(np.ones(1, np.float32), "xy"[rank], average=False))
+        for step in range(4):
+            caught(lambda: bpsx.push_pull(np.full(1, step + 1, np.float32), "z", average=False))
+        over.append(1); thread.join()
+    """,
+    "one has begun more": """
+        if rank == 0:
+            handles = [bpsx.push_pull_async(np.ones(1, np.float32), f"only here {i}") for i in range(300)]
+            caught(lambda: bpsx.synchronize(handles[0]))
+        for step in range(4):
+            caught(lambda: bpsx.push_pull(np.full(1, step + 1, np.float32), "x", average=False))
+    """,
+}
+
+
+@pytest.mark.parametrize("how", OUT_OF_STEP)
+def test_workers_that_are_not_at_the_same_point_hear_that_the_job_has_to_end(how):
+    with Job(_CAUGHT + textwrap.dedent(OUT_OF_STEP[how]) + "report('the job has to end' in told[-1])", env=FAST) as job:
+        for worker in job.workers:
+            worker.wait()
+        assert [w.reports() for w in job.workers] == [[True], [True]], job.workers[0].text()
