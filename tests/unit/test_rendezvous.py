@@ -414,6 +414,16 @@ def test_pushed_by_all_and_not_answered_is_told_too(ended):
     assert "its sum is not back yet" in told(s, 1, now=30.0)
 
 
+def test_a_round_that_is_over_elsewhere_does_not_count_for_the_next():
+    """Worker 1 says only later that its round 2 is over: meanwhile worker 0 waits in round 3."""
+    s = stalls(2)
+    told(s, 1, ["a", 0, 2, 1.0], now=1.0)
+    told(s, 0, ["a", 0, 3, 0.1], now=1.1)
+    told(s, 1, ["b", 0, 0, 0.1], over=[["a", 0]], now=1.2)
+    told(s, 0, now=40.0), told(s, 1, now=40.0)
+    assert s.deadlock() == {0: [("a", 0)], 1: [("b", 0)]}
+
+
 OPERATIONS = st.lists(st.one_of(
     st.tuples(st.just("report"), st.integers(0, 3), st.integers(0, 3), st.booleans()),
     st.tuples(st.just("over"), st.integers(0, 3), st.integers(0, 3), st.booleans()),
@@ -436,10 +446,9 @@ def test_what_is_kept_up_to_date_is_what_is_counted_anew(operations):
         elif rank in live:
             known = pushed.pop((rank, key), None)
             if what == "report":
+                # the same round again changes only whether it is waited for
                 pushed[rank, key] = [now - 1.0, now - 1.0 if waited else None, bool(known and known[2])]
-                s.report(rank, [[*key, 0 if known else tensor, 1.0, 1.0 if waited else -1]], [], now)
-                if known:   # the same round again changes only whether it is waited for
-                    pushed[rank, key][0] = known[0]
+                s.report(rank, [[*key, 0, 1.0, 1.0 if waited else -1]], [], now)
             else:
                 s.report(rank, [], [key], now)
         for r in live:

@@ -169,8 +169,9 @@ OPTIONS: tuple[Option, ...] = (
            "how many more, who has not pushed.", _FAIL),
     Option("deadlock_after", "BPSX_DEADLOCK_SECONDS", number(0.5), 60.0, "seconds",
            "When the scripts of all workers have waited this long for tensors that another one has not pushed, all push_pulls under way fail. "
-           "Scripts that have asked for equally many may catch that and go on; else the job has to end. What is under way and not waited for does not count; "
-           "while another thread that has used bpsx does not wait, it takes ten times as long.", _FAIL),
+           "Scripts that have asked for equally many may catch that and go on; else the job has to end. "
+           "What is under way and not waited for does not count; while another thread that has used bpsx "
+           "does not wait, it takes ten times as long.", _FAIL),
     Option("check_weights", "BPSX_CHECK_WEIGHTS", choice("warn", "error", "off"), "warn",
            "warn | error | off",
            "What happens in the first step of a PyTorch optimizer if workers have different weights, as "

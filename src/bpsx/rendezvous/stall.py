@@ -144,8 +144,23 @@ class Stalls:
             self._fill(key)
 
     def _remove(self, rank: int, key: Key) -> None:
-        if self._workers[rank].waits.pop(key, None) is not None:
-            self._count(key, self._pushed[key], rank, False)
+        wait = self._workers[rank].waits.pop(key, None)
+        if wait is None:
+            return
+        pushed = self._pushed[key]
+        all_had = len(pushed.ranks) == len(self._workers)
+        self._count(key, pushed, rank, False)
+        if not all_had:
+            return
+        # Who was in the same round had pushed what the others wait for; who was in an earlier one, and had only not
+        # said yet that it was over, had not.
+        for other in pushed.ranks:
+            theirs = self._workers[other].waits[key]
+            if theirs.full and theirs.round != wait.round:
+                theirs.full = False
+                pushed.fresh.append(other)
+                if theirs.waited is not None:
+                    heappush(self._workers[other].vain, (theirs.waited, key))
 
     def _fill(self, key: Key) -> None:
         """All have pushed ``key``: nobody waits for it in vain, also once some have it back."""
