@@ -281,8 +281,11 @@ def test_waiting_names_what_is_old(rig):
     r = rig()
     handle = r.core.submit(r.tensor("slow", 16), array(16), array(16))
     (push,) = r.pushes(1)
-    ((name, generation, round_, age),) = r.core.waiting(0.0)
-    assert (name, generation, round_) == ("slow", 0, 0) and age > 0
+    ((name, generation, round_, age, waited),) = r.core.waiting(0.0)
+    assert (name, generation, round_) == ("slow", 0, 0) and age > 0 and waited == -1      # under way, and nobody waits for it
+    assert not handle.done()
+    ((*_, age, waited),) = r.core.waiting(0.0)
+    assert age >= waited >= 0
     assert r.core.waiting(3600) == []
     r.answer(push, bytes(16))
     handle.wait(20)
