@@ -15,7 +15,7 @@ from bpsx import api
 def test_what_the_engine_was_waited_for_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch, leave: Any) -> None:
     """An engine that never ends: its wait is over at once, and the clock has gone on by 2 seconds each time."""
     clock, closed = iter(range(0, 1000, 2)), []
-    session = SimpleNamespace(config=SimpleNamespace(shutdown_timeout=5.0), failure="", told=True, order={},
+    session = SimpleNamespace(config=SimpleNamespace(shutdown_timeout=5.0), failure="", told=True, order={}, local_rank=0, local_size=1,
                               compressing=SimpleNamespace(remembered=dict), close=lambda waited: closed.append(waited))
     monkeypatch.setattr(api, "_session", session)
     monkeypatch.setattr(api, "_owner_pid", os.getpid())
@@ -23,5 +23,6 @@ def test_what_the_engine_was_waited_for_is_not_waited_for_again(monkeypatch: pyt
     monkeypatch.setattr(api, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     monkeypatch.setattr(api, "_order", api._order)
     monkeypatch.setattr(api, "_remembered", api._remembered)
+    monkeypatch.setattr(api, "_suspended", None)
     leave()
     assert closed == [8.0] and not api.initialised()
