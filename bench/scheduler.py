@@ -48,7 +48,7 @@ class Simulated:
         self.hub._members = Membership(workers // processes, SERVERS, processes, 1, stall_warn=30.0, deadlock_after=60.0)
         self.hub._observers = Observers(self.hub._members, "127.0.0.1")
         self.hub._refusals, self.hub._gone, self.hub._broke = Refusals(), [], "its connection broke"
-        self.hub._socket = _NoSocket()
+        self.hub._socket, self.hub._hint = _NoSocket(), ""
 
     def _hello(self, role: str, rank: int) -> dict[str, Any]:
         given = {"DMLC_NUM_WORKER": str(self.workers // self.processes), "DMLC_NUM_SERVER": str(SERVERS)}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_rendezvous import config, hello, kinds, members, running, waiting
 
 from bpsx.joining import Joining
 from bpsx.rendezvous.joins import Joins
 from bpsx.rendezvous.membership import Membership
+from unit.scheduler_tools import config, hello, kinds, members, running, waiting
 
 
 def asynchronous(workers: int = 3, servers: int = 1) -> Membership:

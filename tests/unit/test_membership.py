@@ -7,10 +7,10 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_rendezvous import config, declare, hello, kinds, members, running, waiting
 
 from bpsx.rendezvous import messages
 from bpsx.rendezvous.membership import Membership, names
+from unit.scheduler_tools import config, declare, hello, kinds, members, running, waiting
 
 NODES = {"w0": ("worker", 0), "w1": ("worker", 1), "s0": ("server", -1), "s1": ("server", -1)}
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
-from test_rendezvous import running, waiting
 
 from bpsx.rendezvous import messages
 from bpsx.rendezvous.metrics import METRICS, exposition
 from bpsx.rendezvous.observers import LEASE, RENEW, Observers
 from exposition import parse
 from source.places import ROOT
+from unit.scheduler_tools import running, waiting
 
 
 def observed(members=None):

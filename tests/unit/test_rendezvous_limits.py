@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_rendezvous import config, declare, hello, kinds, members, running
 
 from bpsx.config import Config
 from bpsx.placement import Placement, key_of
 from bpsx.rendezvous import messages
 from bpsx.rendezvous.agreement import disagreement
+from unit.scheduler_tools import config, declare, hello, kinds, members, running
 
 
 @pytest.fixture

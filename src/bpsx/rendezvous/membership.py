@@ -210,7 +210,9 @@ class Membership:
             "lanes": [s.lanes for s in servers],
             "names": {"server": [str(n) for n in servers]},
         }
-        told: list[Output] = [(s.ident, {**roster, "rank": s.rank}) for s in servers]
+        # A server names a worker that it loses; workers know only servers by name.
+        peers = [str(w) for w in workers]
+        told: list[Output] = [(s.ident, {**roster, "rank": s.rank, "peers": peers}) for s in servers]
         return told + [(w.ident, roster) for w in workers]      # they know their ranks
 
     def _shares(self) -> list[float]:

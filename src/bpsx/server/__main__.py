@@ -70,7 +70,7 @@ class Server:
             self._reporter = Reporter(config, "server", welcome["rank"], host, writers=len(endpoints), workers=welcome["workers"],
                                       processes=welcome["processes"])
             self._reporter.attach(link.send, self._stats, welcome["job"])
-            self._broken = Broken(endpoints, welcome["names"]["worker"], welcome["processes"], config.heartbeat_timeout)
+            self._broken = Broken(endpoints, welcome["peers"], welcome["processes"], config.heartbeat_timeout)
             try:
                 self._start_lanes(endpoints, welcome)
                 link.start(self._handle, lost=self._alone, tick=self._tick, watch=(self._broken.descriptor, self._broken.look))
