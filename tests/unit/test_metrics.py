@@ -95,7 +95,7 @@ def test_an_observer_is_no_member_and_nodes_report_while_it_asks():
 
 
 def test_an_observer_may_ask_while_the_job_gathers():
-    from test_rendezvous import hello, members
+    from unit.scheduler_tools import hello, members
 
     m = members()
     m.hello(b"w0", hello("worker", 0))
