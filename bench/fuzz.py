@@ -123,7 +123,7 @@ class Peer:
         s.setsockopt(zmq.SNDTIMEO, 60_000)
         s.connect(f"tcp://{address}")
         self._link.start(self._heard, lost=lambda _: None, tick=lambda: None)
-        self._link.send("DECLARE", name=NAME, generation=0, nbytes=4 * ELEMENTS, dtype=FLOAT32, shape=[ELEMENTS], codec="")
+        self._link.send("DECLARE", name=NAME, generation=0, nbytes=4 * ELEMENTS, dtype=FLOAT32, shape=[ELEMENTS], codec="", epoch=0)
         end = time.monotonic() + 60
         while not self._places and time.monotonic() < end:
             time.sleep(0.01)

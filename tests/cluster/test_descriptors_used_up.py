@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
@@ -26,8 +27,10 @@ def test_the_first_of_every_kind_comes_when_no_descriptor_is_left(tmp_path: Path
         for worker in job.workers:
             worker.wait_for_line("2.0")
         server = job.servers[0].popen.pid
-        # Below the numbers in use: the server can open nothing more, and keeps what it has.
-        resource.prlimit(server, resource.RLIMIT_NOFILE, (3, resource.prlimit(server, resource.RLIMIT_NOFILE)[1]))
+        # The server can open nothing more, and keeps what it has: the lowest free number is beyond the limit.
+        used = {int(name) for name in os.listdir(f"/proc/{server}/fd")}
+        free = next(number for number in range(len(used) + 1) if number not in used)
+        resource.prlimit(server, resource.RLIMIT_NOFILE, (free, resource.prlimit(server, resource.RLIMIT_NOFILE)[1]))
         for worker in job.workers:
             worker.say("")
         assert job.results() == [[2.0] * 10] * 2

@@ -103,6 +103,7 @@ def job_looking() -> Any:
     """Whoever reads param_groups sees averages; on one worker only, in this job."""
     rank, found = bps.rank(), {}
     layer = nn.Linear(2, 1, bias=False)
+    layer.weight.data.fill_(0.25)         # alike on all workers
     optimizer: Any = bps.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.5), layer.named_parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

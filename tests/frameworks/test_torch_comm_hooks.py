@@ -139,7 +139,7 @@ def test_every_hook_of_pytorch_does_what_it_does_with_gloo(tmp_path: Path) -> No
                 # bpsx averages halves itself; else what is sent, and so every bit, is the same.
                 atol = 1e-6 if name == "fp16 of bpsx" else 0
                 torch.testing.assert_close(ours, reference, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
-        assert sum(isinstance(reference, torch.Tensor) for _, reference in found.values()) >= 9
+        assert sum(isinstance(reference, torch.Tensor) for _, reference in found.values()) >= 7      # 9 with PyTorch 2.13
 
 
 def test_a_callback_may_wait_for_other_futures(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def _answers(group: Any) -> dict[str, Any]:
         "store": group.get_group_store,
         "number": lambda: (group._set_sequence_number_for_group(), group._get_sequence_number_for_group())[1],
         "hooks": group._has_hooks,
-        "symmetric memory": group.use_pg_for_symm_mem_rendezvous,
+        "symmetric memory": lambda: group.use_pg_for_symm_mem_rendezvous(),     # not in all releases
         "rank and size": lambda: [group.rank(), group.size()],
         "pg timeout": lambda: _c10d._set_pg_timeout(timedelta(seconds=50), group),
         "default device": lambda: str(_c10d._get_pg_default_device(group)),

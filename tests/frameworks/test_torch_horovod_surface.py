@@ -102,10 +102,14 @@ def refusals() -> list[Refusal]:
     ]
 
 
+class Session(SimpleNamespace):
+    """As much of a session as refusals look at; owners of names refer to it weakly."""
+
+
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Worker 0 of two, who cannot send anything."""
-    session = SimpleNamespace(config=SimpleNamespace(asynchronous=False), size=2, rank=0)
+    session = Session(config=SimpleNamespace(asynchronous=False), size=2, rank=0)
     monkeypatch.setattr(_adapter, "session", lambda: session)
     monkeypatch.setattr(api, "session", lambda: session)
     monkeypatch.setattr("bpsx.torch.init", lambda: None)

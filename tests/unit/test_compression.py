@@ -172,7 +172,8 @@ def test_choices_of_parameters() -> None:
     assert choose(one, names, "X", {}) == dict.fromkeys(names, compression(one))
     assert choose({"b": one, "c": {}}, names, "X", {}) == {"b": compression(one)}
     assert choose(lambda n: one if n != "a" else None, names, "X", {}) == {"b": compression(one), "c": compression(one)}
-    for wrong, text in (({"d": one}, "names parameters that the optimizer has not: d"), (3, "is a int"), ({"a": {"k": 3}}, "of 'a': k=3 without")):
+    for wrong, text in (({"d": one}, "names parameters that the optimizer has not: d"), (3, "is a int"),
+                        ({"a": {"compressor": "onebits"}}, "of 'a'")):
         with pytest.raises(ConfigError, match=text):
             choose(wrong, names, "X", {})  # type: ignore[arg-type]
 

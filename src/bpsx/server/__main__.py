@@ -55,8 +55,6 @@ class Server:
         keep_memory(config.keep_memory)
         host = own_host(config)
         require_trust(config, host)
-        allow_descriptors()
-        require_descriptors("server")
         endpoints = [open_endpoint(config) for _ in range(config.engine_threads)]
         link = Link(config)
         try:
@@ -195,6 +193,8 @@ def main() -> int:
         config = Config(role="server")
         configure(config, "server")
         config.check()
+        allow_descriptors()
+        require_descriptors("server")
         introduce(config, join_host_port(config.root_uri, config.root_port))
         import_compressors(config.compressors)
         server = Server(config)
