@@ -255,7 +255,7 @@ def job_upstreams_arguments() -> dict[str, tuple[str, list[str]]]:
 def job_upstreams_other_names() -> tuple[list[str], list[str], bool, str]:
     """Those of upstream's names that are missing, and what some of them are."""
     missing = [name for name in NAMES if not hasattr(bps, name)]
-    return missing, list(bpk.__all__), bps.Compression.none is bpk.Compression.none, bps.ReduceOps.Sum
+    return missing, list(bpk.__all__), bps.Compression.none is bpk.Compression.none, str(bps.ReduceOps.Sum)
 
 
 JOBS = [name for name in dir() if name.startswith("job_")]
