@@ -38,6 +38,8 @@ GRACE = 5.0
 
 class Interrupted(Exception):
     """A signal asks the scheduler to end."""
+#: Seconds. Python heeds a signal that came just before a wait only when the wait ends.
+_LONGEST_WAIT = 1.0
 
 
 class Hub:
@@ -148,7 +150,7 @@ class Hub:
                 if self._exporter is not None:
                     self._send(self._observers.watch_for(1e9))
                 while self._members.state == "running":
-                    self._turn(None)
+                    self._turn(_LONGEST_WAIT)
                 if blamed := self._members.blamed:
                     own = f"{blamed} has failed: ended by "
                     cause = self._members.failure.removeprefix(own) if self._members.failure.startswith(own) else ""
