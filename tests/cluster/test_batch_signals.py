@@ -60,7 +60,8 @@ def test_push_pull_works_after_every_process_got_the_signal(launcher: Launcher, 
     status, out, err = finish(job)
     assert (status, out) == (0, ["[worker 0] saved 3.0", "[worker 1] saved 3.0"]), err
     notes = [line for line in err if "serves workers for 30 s more (BPSX_TERM_GRACE)" in line]
-    assert len(notes) == (2 if number == signal.SIGTERM else 0)
+    # The scheduler may hear of it when the job is over, and says nothing then.
+    assert len(notes) in ((1, 2) if number == signal.SIGTERM else (0,))
 
 
 @pytest.mark.parametrize("role", ["scheduler", "server"])
