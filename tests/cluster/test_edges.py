@@ -190,15 +190,18 @@ def test_ctrl_c_during_shutdown_still_leaves():
 def test_a_waiting_thread_without_the_gil_does_not_stop_the_exchange():
     """Worker 0's waiting thread drives; then its main thread takes the GIL for good. Worker 1 must get its sums."""
     with Job("""
-        import bpsx, ctypes, numpy as np, threading
+        import bpsx, ctypes, numpy as np, pathlib, threading, time
         bpsx.init()
         a = np.ones(10, np.float32)
         bpsx.push_pull(a, name="x"); bpsx.push_pull(a, name="y")
-        y = bpsx.push_pull_async(a, name="y") if bpsx.rank() == 0 else None
         bpsx.barrier()
         if bpsx.rank() == 0:
             waiter = threading.Thread(target=lambda: bpsx.push_pull(a, name="x"))
             waiter.start()
+            where = pathlib.Path(f"/proc/self/task/{waiter.native_id}/wchan")
+            while "poll" not in where.read_text():      # it drives: the endpoint has no news
+                time.sleep(0.001)
+            y = bpsx.push_pull_async(a, name="y")
             report("holding")
             ctypes.PyDLL(None).read(0, ctypes.create_string_buffer(1), 1)       # PyDLL keeps the GIL
             waiter.join()

@@ -422,7 +422,9 @@ def test_a_broken_connection_is_noticed_and_named(transport, request):
     lost: list[int] = []
     while not lost:
         w.receive(0.1)          # where there is no thread for it, who drives finds out
-        assert select.select([fd], [], [], 20)[0]
+        asked = select.poll()
+        asked.register(fd, select.POLLIN)
+        assert asked.poll(20_000)
         lost = worker.lost()
     assert lost == [1]
     lanes[0].close()
