@@ -40,6 +40,7 @@ _order: dict[str, int] = {}     # of declared names, kept by suspend() for resum
 _remembered: Remembered | None = None       # how they are compressed, likewise
 _placed = False                 # this process's place in its last job was given to begin(), and is not in the environment
 _suspended: LocalPlace | None = None    # this process's place on its machine in the job that it has suspended
+_again = False                  # whether this process has been in a job before
 _engines: list[Callable[[float], int]] = []     # what add_engine() was given
 #: How often resume() asks whether a new scheduler has taken the old one's place.
 _ASK_AGAIN = 0.2
@@ -94,7 +95,7 @@ def begin(again: bool = False, **given: Any) -> None:
         if not initialised():
             config, _placed = Config(role="worker", **given), bool(given)
             try:
-                _adopt(_next_session(config) if again else Session(config))
+                _adopt(_next_session(config) if again else Session(config, again=_again))
             except errors.JobOverError as e:
                 raise spawned.explained(e, config.rank) from None
 
@@ -106,8 +107,8 @@ def initialised() -> bool:
 
 def _adopt(ours: Session) -> None:
     """Make ``ours`` the session of the process. The lock is held."""
-    global _session, _owner_pid, _hooked, _suspended
-    _session, _suspended = ours, None
+    global _session, _owner_pid, _hooked, _suspended, _again
+    _session, _suspended, _again = ours, None, True
     _owner_pid = os.getpid()
     ours.reporter.close_on_sigterm()
     if not _hooked:
@@ -204,7 +205,7 @@ def _next_session(config: Config) -> Session:
     end = time.monotonic() + config.rendezvous_timeout
     while True:
         try:
-            found, _remembered = Session(config, _order, _remembered), None
+            found, _remembered = Session(config, _order, _remembered, again=True), None
             return found
         except errors.JobOverError:     # the old scheduler is still there
             if time.monotonic() >= end:

@@ -46,7 +46,7 @@ class Session(Declarations):
     Raises :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.errors.RendezvousError` or :class:`~bpsx.errors.TransportError` on construction.
     """
 
-    def __init__(self, config: Config, order: dict[str, int] | None = None, remembered: Remembered | None = None) -> None:
+    def __init__(self, config: Config, order: dict[str, int] | None = None, remembered: Remembered | None = None, again: bool = False) -> None:
         config.check()
         configure(config, f"worker {config.rank}")
         self.config = config
@@ -58,6 +58,8 @@ class Session(Declarations):
         self._begin_declarations()
         self._order: dict[str, int] = dict(order or {})     # given, like ``remembered``: as a suspended session left it
         self._async: bool = config.asynchronous
+        #: Whether some worker's process has been in an earlier job, so that workers may have kept different things from there.
+        self.continued = again
         self._joining = Joining()
         self._link: Link | None = None
         self._near = Neighbourhood(config)
@@ -87,8 +89,8 @@ class Session(Declarations):
         link = Link(self.config)
         try:
             with self._near.kernels_loading():
-                welcome = link.join("worker", self.rank, own_host(self.config), [])
-            self._names = welcome["names"]
+                welcome = link.join("worker", self.rank, own_host(self.config), [], self.continued)
+            self._names, self.continued = welcome["names"], welcome["again"]
             self._open(welcome, link)
             watched = (self._endpoint.watch(), self._look_for_broken) if self._near.has_lanes else None
             keep_from_children([link.address, *(address for _, address in self._lanes)])

@@ -58,8 +58,8 @@ class Link:
 
     # ---- joining
 
-    def join(self, role: str, rank: int, host: str, lanes: list[str]) -> dict[str, Any]:
-        """Introduce this node and wait for everybody else; returns the WELCOME message.
+    def join(self, role: str, rank: int, host: str, lanes: list[str], again: bool = False) -> dict[str, Any]:
+        """Introduce this node and wait for everybody else; returns the WELCOME message. ``again``: this process has been in a job before.
 
         Raises :class:`RendezvousError` when the scheduler refuses, or at the deadline, naming who is missing.
         """
@@ -70,7 +70,7 @@ class Link:
         self._socket.setsockopt(zmq.IPV6, int(is_ipv6(address)))
         self._socket.connect(tcp_url(address, self._config.root_port))
         hello = messages.encode("HELLO", protocol=messages.PROTOCOL, role=role, rank=rank, host=host, pid=os.getpid(), lanes=lanes,
-                                config=fingerprint(self._config))
+                                config=fingerprint(self._config), again=again)
         self._socket.send(hello)
         who = f"{role} {rank}" if rank >= 0 else role
         missing = ""

@@ -42,6 +42,7 @@ class Membership:
         self.failure = ""
         self._roster = Roster()
         self.nodes = self._roster.nodes
+        self.again = False                      # some process has been in an earlier job, and may have kept things from it
         self.processes = 1                      # workers for whom one of them speaks to the servers
         self.asynchronous = False               # no worker waits for another, so the job goes on when one dies
         self.epoch = 0                          # how often the job has begun anew after a stall
@@ -77,6 +78,7 @@ class Membership:
         if not self._roster.workers and node.role == "worker":
             self.local_size = int(node.config.get("BYTEPS_LOCAL_SIZE", self.local_size))
         self._roster.add(node)
+        self.again = self.again or m.get("again") is True
         self.refused.pop(_place(m), None)
         self.vanished.back(node.role, node.rank, node.host, self.num_server - self._roster.count("server"))
         complete = len(self._roster.workers) == self.size and self._roster.count("server") == self.num_server
@@ -208,7 +210,7 @@ class Membership:
         roster = {
             "type": "WELCOME", "job": self.job, "workers": self.size // self.processes, "processes": self.processes,
             "lanes": [s.lanes for s in servers],
-            "names": {"server": [str(n) for n in servers]},
+            "names": {"server": [str(n) for n in servers]}, "again": self.again,
         }
         # A server names a worker that it loses; workers know only servers by name.
         peers = [str(w) for w in workers]
