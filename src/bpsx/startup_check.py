@@ -10,6 +10,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
+from bpsx import _adapter
+
 #: Under this, with a name of the owner's, rows are exchanged.
 PREFIX = "Digest of "
 #: Elements of each tensor that are compared, evenly spread over it.
@@ -33,6 +37,35 @@ def meaning_of(names: Iterable[str]) -> int:
     return digest(name.encode() for name in names)
 
 
+def rows_of_all(name: str, own: Sequence[int]) -> list[list[int]]:
+    """Every worker's ``own`` numbers, of 64 bits, by rank. Waits for all workers.
+
+    Raises as :func:`bpsx.push_pull`.
+    """
+    session = _adapter.session()
+    rows = np.zeros((session.size, len(own)), np.int64)
+    rows[session.rank] = own
+    if session.config.asynchronous:  # there a push_pull adds to what servers keep
+        for rank, row in enumerate(rows):
+            of_one = f"{name}, of worker {rank}"
+            session.broadcast(of_one, _view_of(row), rank, asynchronous=False).wait()
+    else:
+        view = _view_of(rows)
+        session.push_pull(name, view, view, average=False, priority=1, will_wait=True).wait()
+    found: list[list[int]] = rows.tolist()
+    return found
+
+
+def _view_of(rows: np.ndarray) -> _adapter.TensorView:
+    return _adapter.TensorView(rows.ctypes.data, rows.nbytes, "int64", rows.shape, rows)
+
+
+def sample_of(array: np.ndarray) -> bytes:
+    """Elements of a contiguous array, evenly spread over it."""
+    flat = array.reshape(-1)
+    return flat[:: stride_of(flat.size)].tobytes()
+
+
 def stride_of(elements: int) -> int:
     """Every how many-th element of a tensor is compared."""
     return max(1, elements // SAMPLES)
@@ -46,16 +79,23 @@ def odd_ones(column: Sequence[int]) -> tuple[int, list[int]]:
     )
 
 
-def meaning_problem(rows: Sequence[Sequence[int]], what: str, here: str) -> str:
+def meaning_problem(
+    rows: Sequence[Sequence[int]],
+    what: str,
+    here: str,
+    things: str = "parameters",
+    order: str = "unnamed optimizers are made",
+) -> str:
     """The error if workers have another meaning of the owner's names. ``here``: what this worker
-    has, for people."""
+    has, for people; ``things``: what has the names; ``order``: what else has to come in one
+    order."""
     first, others = odd_ones([row[0] for row in rows])
     if not others:
         return ""
     return (
-        f"{what}: {_workers(others)} other names of parameters, or the same in another order, than "
+        f"{what}: {_workers(others)} other names of {things}, or the same in another order, than "
         f"worker {first}: names and their order must be the same on all workers, and so must be the "
-        f"order in which unnamed optimizers are made. Here: {here}"
+        f"order in which {order}. Here: {here}"
     )
 
 

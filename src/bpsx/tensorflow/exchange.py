@@ -14,7 +14,7 @@ from bpsx.choices import Params, check_params, choose
 from bpsx.errors import ConfigError
 from bpsx.keeping import Keeping
 from bpsx.momentum import Momentum
-from bpsx.tensorflow import xla
+from bpsx.tensorflow import startup, xla
 from bpsx.tensorflow.compression import Compressor, NoneCompressor, check_compression
 from bpsx.tensorflow.names import names_of, own_names_of
 from bpsx.tensorflow.ops import check_summable
@@ -124,7 +124,8 @@ class Exchange:
         """
         names = names_of(sources)
         self.declare(sources if among is None else among, momentum)
-        found: list[Any] = list(gradients)
+        doubts = startup.compared(self._verb, sources if among is None else among)
+        found = startup.after(doubts, gradients)
         plain = [PREFIX + name for name in names]
         wires = in_graph(plain)
         if wires != plain:
@@ -154,15 +155,19 @@ class Exchange:
         wired = [self._compression.compress(found[i]) for i in dense]
         tensors, wanted, urgent = [w for w, _ in wired], [wires[i] for i in dense], [-i for i in dense]
         if used:
+            order = _order_of(wires)
             one = _adapter.session().size if self._average else 1        # it goes with gradients that are averaged: the mean shall be the number
-            tensors.append(tf.constant([one * has for has in used], tf.int32))
-            wanted.append(USERS + wires[0])
+            tensors.append(tf.constant([one * used[i] for i in order], tf.int32))
+            wanted.append(USERS + wires[order[0]])
             urgent.append(-len(found))
         totals = sums(tensors, wanted, average=self._average, priorities=urgent, rate=rate if self._rates else None, final=True)
-        counts = totals.pop().numpy().tolist() if used else [g is not None for g in found]
+        counts: list[Any] = [g is not None for g in found]
+        if used:
+            for i, count in zip(order, totals.pop().numpy().tolist(), strict=True):
+                counts[i] = count
         for i, total, (_, ctx) in zip(dense, totals, wired, strict=True):
             found[i] = self._compression.decompress(total, ctx)
-        return list(counts)
+        return counts
 
     def _check_sparse(self, name: str) -> None:
         if name in self._choices and self._choices[name].momentum:
@@ -182,10 +187,15 @@ def in_last(last: tf.Tensor, exchanged: Callable[[], list[Any]], own: list[Any])
     return result
 
 
+def _order_of(wires: Sequence[str]) -> list[int]:
+    """Places of sources as all workers count them, also where sources come out of a set."""
+    return sorted(range(len(wires)), key=wires.__getitem__)
+
+
 def _all_sparse(gradients: Sequence[Any], wires: Sequence[str]) -> list[bool]:
     """In eager code: which sources have sparse gradients, and dense ones nowhere. Workers ask each other where that is not known yet."""
     known = _sparse.setdefault(_adapter.session(), {})
-    unknown = [i for i, wire in enumerate(wires) if wire not in known]
+    unknown = [i for i in _order_of(wires) if wires[i] not in known]
     if unknown:
         is_sparse = [isinstance(gradients[i], tf.IndexedSlices) for i in unknown]
         is_dense = [gradients[i] is not None and not s for i, s in zip(unknown, is_sparse, strict=True)]

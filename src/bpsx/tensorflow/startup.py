@@ -1,0 +1,194 @@
+"""Comparison of variables among workers when their gradients are first exchanged: all mean the same
+by the names, and have the same values.
+
+Python sees the first step of a function when it is traced, and no later one: so workers compare
+there, waiting for each other. In a job with processes of an earlier one, which may have kept traced
+functions, only eager code is compared; graphs of TensorFlow 1 never are.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from bpsx import _adapter
+from bpsx.errors import MismatchError, PeerLostError
+from bpsx.startup_check import (
+    PREFIX,
+    digest,
+    meaning_of,
+    meaning_problem,
+    rows_of_all,
+    sample_of,
+    stride_of,
+    weights_problem,
+)
+from bpsx.tensorflow import xla
+from bpsx.tensorflow.names import created_before, names_of
+
+_CALL = (
+    "broadcast_variables(model.variables, root_rank=0), or with Keras' fit give the callback "
+    "BroadcastGlobalVariablesCallback(0),"
+)
+_ORDER = "variables of one name are made, and their gradients first exchanged"
+_lock = threading.Lock()
+_jobs: weakref.WeakKeyDictionary[Any, _Job] = weakref.WeakKeyDictionary()  # by session
+
+
+class _Job:
+    """Names whose variables have been compared, texts of errors that no later step can mend, and
+    what is to be compared again."""
+
+    def __init__(self) -> None:
+        self.known: set[str] = set()
+        self.fatal: dict[str, str] = {}  # by name
+        self.doubts: list[Doubt] = []
+
+
+class Doubt:
+    """Variables that had other values on other workers in the first step.
+
+    Scripts written for BytePS broadcast variables *after* the first step, when optimizers have
+    theirs. So the second step compares again, and warns.
+    """
+
+    def __init__(self, what: str, named: Mapping[str, Any]) -> None:
+        self._what, self._named = what, dict(named)
+        self._steps = 0
+        self._lock = threading.Lock()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing to compare any more."""
+        return not self._named
+
+    def concerns(self, names: Sequence[str]) -> bool:
+        """Whether ``names`` has one of its variables."""
+        return not self._named.keys().isdisjoint(names)
+
+    def begin_step(self) -> None:
+        """Compare again, if this is the second step: all workers are in it. Never raises."""
+        with self._lock:
+            self._steps += 1
+            if self._steps < 2 or self.is_over:
+                return
+            named, self._named = self._named, {}
+        try:
+            rows = rows_of_all(f"{PREFIX}{min(named)}, again", [1, _weights_of(named)])
+        except Exception:  # the exchange that follows says it
+            return
+        problem = weights_problem(rows, self._what, _CALL)
+        if problem:
+            warnings.warn(problem, stacklevel=2)
+
+
+def compared(verb: str, sources: Sequence[Any]) -> list[Doubt]:
+    """Compare variables that are met for the first time in this job; returns the doubts about any
+    of ``sources``.
+
+    Raises :class:`~bpsx.errors.MismatchError`, on all workers and from then on, if workers mean
+    different things by a name; once, with ``BPSX_CHECK_WEIGHTS=error``, if values differ.
+    """
+    session = _adapter.session()
+    if not session.config.distributed or not _are_readable(sources):
+        return []
+    named = dict(zip(names_of(sources), sources, strict=True))
+    with _lock:
+        job = _jobs.setdefault(session, _Job())
+        new = {name: named[name] for name in named.keys() - job.known}
+        job.known.update(new)
+    if new and (tf.executing_eagerly() or not session.continued):
+        _compare(job, verb, new)
+    for name in job.fatal.keys() & named.keys():
+        raise MismatchError(job.fatal[name])
+    return [doubt for doubt in job.doubts if doubt.concerns(list(named))]
+
+
+def after(doubts: Sequence[Doubt], gradients: Sequence[Any]) -> list[Any]:
+    """``gradients``, after each doubt has been told that a step begins: now, or whenever the graph
+    is executed."""
+    if not doubts or tf.executing_eagerly():
+        for doubt in doubts:
+            doubt.begin_step()
+        return list(gradients)
+
+    def begin_step() -> np.bool_:
+        for doubt in doubts:
+            doubt.begin_step()
+        return np.False_
+
+    with tf.control_dependencies([tf.numpy_function(begin_step, [], tf.bool)]):
+        return [
+            g if g is None else tf.nest.map_structure(tf.identity, g, expand_composites=True)
+            for g in gradients
+        ]
+
+
+def _are_readable(sources: Sequence[Any]) -> bool:
+    """Whether variables have values now, or have them outside of the function that is traced."""
+    if any(isinstance(s, tf.Variable) and getattr(s, "_in_graph_mode", True) for s in sources):
+        return False  # of a session, which may be executing a function, too
+    return bool(tf.executing_eagerly() or tf.inside_function())
+
+
+def _compare(job: _Job, verb: str, named: Mapping[str, Any]) -> None:
+    session = _adapter.session()
+    first = min(named)
+    shape = tuple(getattr(named[first], "shape", ()))
+    what = f"{verb}: {first!r}" + (f" and {len(named) - 1} more" if len(named) > 1 else "")
+    checks = session.config.check_weights
+    own = [_meaning_of(named, session.continued), _weights_of(named) if checks != "off" else 0]
+    try:
+        rows = rows_of_all(PREFIX + first, own)
+    except PeerLostError:  # so will the exchange, which raises it as TensorFlow's own error
+        return
+    here = f"{len(named)} variables, the first {first!r} of shape {shape}"
+    error = meaning_problem(rows, what, here, "variables", _ORDER)
+    if error:
+        job.fatal.update(dict.fromkeys(named, error))
+        return
+    problem = weights_problem(rows, what, _CALL)
+    if problem and checks == "error":
+        raise MismatchError(problem)
+    if problem and xla.is_compiled():  # which cannot call Python
+        warnings.warn(problem, stacklevel=2)
+    elif problem:
+        job.doubts.append(Doubt(what, named))
+
+
+def _meaning_of(named: Mapping[str, Any], continued: bool) -> int:
+    """Processes of an earlier job have met other variables before, so that only names are compared
+    with them."""
+    return meaning_of(
+        name if continued else f"{name}, of its name the {created_before(source)}th"
+        for name, source in sorted(named.items())
+    )
+
+
+def _weights_of(named: Mapping[str, Any]) -> int:
+    """Digest of some elements of each variable, by their bits. 0: none has a value yet."""
+    with tf.init_scope():
+        samples = {name: _sample(source) for name, source in sorted(named.items())}
+    parts = [part for name, sample in samples.items() for part in (name.encode(), sample)]
+    return digest(parts) if any(samples.values()) else 0
+
+
+def _sample(source: Any) -> bytes:
+    """Empty: it is no variable, or has no value yet."""
+    if not hasattr(source, "assign"):
+        return b""
+    try:
+        value = tf.convert_to_tensor(source)
+        if "CPU" not in value.device:
+            flat = tf.reshape(value, [-1])
+            value = flat[:: stride_of(int(flat.shape[0]))]
+        array = np.asarray(value)
+    except (tf.errors.OpError, ValueError):
+        return b""
+    return sample_of(array) if array.shape == tuple(value.shape) else b""
