@@ -34,6 +34,11 @@ def unheard() -> str:
 def raise_after_fork(kind: type[BaseException]) -> None:
     """For what is called before a fork, whose exceptions Python would print and forget: raise it in the calling thread when that has forked."""
 
+class Refused(Plan):
+    """What fails with ``error`` in place of an exchange."""
+
+    def __init__(self, error: Exception) -> None: ...
+
 def push(array: int, turn: int, plan: Plan, rate: float, priority: int) -> None:
     """Have the engine do what ``plan`` asks for to the NDArray whose handle is ``array``, when what writes to it before has been done.
 

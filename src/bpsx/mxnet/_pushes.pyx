@@ -279,9 +279,19 @@ def _trace_nothing(*_) -> None:
 os.register_at_fork(after_in_child=_forked, after_in_parent=_raise_interrupted)
 
 
+cdef class Refused(Plan):
+    cdef object error
+
+    def __init__(self, error):
+        Plan.__init__(self, ["refused"], [0], False, -1, {})
+        self.error = error
+
+
 cdef object plan_of(Call *call):
     cdef Push *made = <Push *>call
     cdef bint behind
+    if isinstance(<object>call.held, Refused):
+        raise (<Refused>call.held).error
     with nogil:
         lock(&pushed.monitor)
         behind = made.turn.gap_job == pushed.job and made.number > made.turn.gap

@@ -127,6 +127,14 @@ def submit(array: Any, name: str, *, average: bool = False, root: int = -1, prio
             here.copyto(array)
 
 
+def refuse(arrays: Sequence[Any], error: Exception) -> None:
+    """Have ``error`` raised where ``arrays``, or what is computed from them, are waited for: for what Python would print and forget."""
+    turn, adding = _turn("Refused")
+    for array in arrays:
+        with adding:
+            _pushes.push(array.handle.value, turn, _pushes.Refused(error), -1.0, 0)
+
+
 def overwrite(copies: Sequence[Any], name: str, *, root: int = -1, priority: int = 0, rate: float = -1.0) -> None:
     """:func:`submit` of the first of a worker's copies, and the others become the same."""
     submit(copies[0], name, root=root, priority=priority, rate=rate)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mxnet as mx
@@ -12,7 +13,8 @@ from bpsx import _adapter
 from bpsx.errors import ConfigError
 from bpsx.mxnet.asynchronous import Weights
 from bpsx.mxnet.exchange import PREFIX
-from bpsx.mxnet.ops import check_array, submit
+from bpsx.mxnet.ops import check_array, refuse, submit
+from bpsx.mxnet.startup import FirstStep
 
 #: Others have indices of the same numbers.
 _numbers = itertools.count(1)
@@ -23,8 +25,8 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
     For ``Module.fit`` (with ``kvstore=None``; of a Module on several devices ``"local"``, which adds up theirs), and for updaters of one's own.
     Gradients are known by their indices or names, as the Module gives them; each is exchanged when it is updated, the first layers' with the highest
-    priority. Weights have to begin alike: see :func:`broadcast_parameters`. In asynchronous training the weights' changes travel, see
-    ``docs/async.md``.
+    priority. Weights have to begin alike: see :func:`broadcast_parameters`; the first step compares a sample of them (``BPSX_CHECK_WEIGHTS``).
+    In asynchronous training the weights' changes travel, see ``docs/async.md``.
 
     With gluon use :class:`DistributedTrainer`. Raises :class:`~bpsx.errors.ConfigError`.
     """
@@ -50,7 +52,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         number = next(_numbers)
-        self.__dict__.update(state, _weights=Weights(), _suffix="" if number == 1 else f"#{number}")
+        self.__dict__.update(state, _weights=Weights(), _first_step=None, _suffix="" if number == 1 else f"#{number}")
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """As the optimizer's own, after the exchange."""
@@ -63,14 +65,42 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     def _step(self, update: Any, index: Any, weight: Any, grad: Any, state: Any) -> None:
         several = isinstance(index, (list, tuple))
         indices, weights, grads = (index, weight, grad) if several else ([index], [weight], [grad])
+        try:
+            self._exchange(indices, weights, grads, lambda: update(index, weight, grad, state))
+        except Exception as e:
+            if not _is_called_by_kvstore():
+                raise
+            refuse(weights, e)
+
+    def _exchange(self, indices: Sequence[Any], weights: Sequence[Any], grads: Sequence[Any], update: Callable[[], Any]) -> None:
         if _adapter.session().config.asynchronous:
-            self._weights.step(lambda: update(index, weight, grad, state), {f"{i}{self._suffix}": [w] for i, w in zip(indices, weights, strict=True)},
+            self._weights.step(update, {f"{i}{self._suffix}": [w] for i, w in zip(indices, weights, strict=True)},
                                self._optimizer)
             return
+        first = self._step_of_this_job()
+        first.meet(indices, weights)
         for i, g in zip(indices, grads, strict=True):
             check_array(g, f"DistributedOptimizer: gradient {i}")
             submit(g, f"{PREFIX}{i}{self._suffix}", average=True, priority=-i if isinstance(i, int) else 0)
-        update(index, weight, grad, state)
+        update()
+        first.end_if_complete()
+
+    def _step_of_this_job(self) -> FirstStep:
+        first: FirstStep | None = self._first_step
+        if first is None or not first.is_of_this_job:
+            first = FirstStep(self._suffix, self._optimizer.idx2name)
+            self.__dict__["_first_step"] = first
+        return first
+
+
+def _is_called_by_kvstore() -> bool:
+    """Whether MXNet's C library has called an updater: what is raised there is printed, and forgotten."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "updater_handle" and frame.f_globals.get("__name__", "").startswith("mxnet."):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _delegated(name: str) -> Any:

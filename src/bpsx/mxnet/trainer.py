@@ -16,7 +16,7 @@ from bpsx import _adapter
 from bpsx._adapter import checked_root
 from bpsx.archive import packed, unpacked
 from bpsx.choices import Params
-from bpsx.errors import ConfigError
+from bpsx.errors import ConfigError, MismatchError
 from bpsx.momentum import Momentum
 from bpsx.mxnet.asynchronous import Weights
 from bpsx.mxnet.broadcast import PREFIX
@@ -25,6 +25,7 @@ from bpsx.mxnet.exchange import Exchange
 from bpsx.mxnet.names import name_of
 from bpsx.mxnet.ops import add_devices, copy_to_devices, overwrite
 from bpsx.mxnet.optimizer import DistributedOptimizer
+from bpsx.mxnet.startup import refusal_of
 from bpsx.mxnet.states import share
 
 log = logging.getLogger("bpsx.mxnet")
@@ -73,6 +74,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._exchange = Exchange(self._params, compression_params, self._taken)
         self._weights, self._decay = Weights(), DecayMomentum()
         self._known_to, self._alike = weakref.ref(_adapter.session()), False
+        self._compared_in, self._refusal = None, ""     # in which session, and what has come of it
 
     # ---- what gluon's Trainer is made of
 
@@ -80,6 +82,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._kvstore, self._distributed, self._update_on_kvstore, self._kv_initialized = None, False, False, True
 
     _params_to_init: list[Any]
+    _compared_in: weakref.ref[Any] | None
 
     def _init_params(self) -> None:
         deferred = []
@@ -150,6 +153,11 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         session = _adapter.session()
         if self._known_to() is not session:     # after resume() there may be workers that have never had these weights
             self._known_to, self._params_to_init, self._alike = weakref.ref(session), list(self._params), False
+        if self._compared_in is None or self._compared_in() is not session:
+            self._compared_in = weakref.ref(session)
+            self._refusal = refusal_of(self._params)
+        if self._refusal:       # from then on: what follows would be exchanged for something else
+            raise MismatchError(self._refusal)
         if not self._kv_initialized:
             self._init_kvstore()
         if self._params_to_init:
