@@ -174,9 +174,10 @@ OPTIONS: tuple[Option, ...] = (
            "does not wait, it takes ten times as long.", _FAIL),
     Option("check_weights", "BPSX_CHECK_WEIGHTS", choice("warn", "error", "off"), "warn",
            "warn | error | off",
-           "What happens in the first step of a PyTorch optimizer if workers have different weights, as "
-           "after a forgotten broadcast_parameters: a sample of each parameter's elements is compared, bit "
-           "for bit.", _FAIL),
+           "What happens in an optimizer's first step if workers have different weights, as after a "
+           "forgotten broadcast_parameters or broadcast_variables: a sample of each parameter's elements is "
+           "compared, bit for bit. TensorFlow warns in the second step. Not for MXNet's DistributedTrainer, which broadcasts, "
+           "nor in TensorFlow 1's sessions.", _FAIL),
     Option("shutdown_timeout", "BPSX_SHUTDOWN_TIMEOUT", number(0.1), 5.0, "seconds",
            "How long shutdown waits for push_pulls under way and for the scheduler's goodbye.", _FAIL),
     Option("term_grace", "BPSX_TERM_GRACE", number(0), 30.0, "seconds",
