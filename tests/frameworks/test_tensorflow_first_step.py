@@ -50,8 +50,10 @@ def test_variables_out_of_a_set():
     assert run(source, env=QUIET) == [([[[1.5, 1.5], [15.0, 15.0]]] * 2 + [[1.0, 2.0]]) * 2] * 2
 
 
-def test_owners_of_one_name_that_come_in_another_order():
-    """Two models with the same names and weights, whose steps worker 1 makes in the other order: the second is an error, on both workers."""
+@pytest.mark.parametrize(("mode", "ways"), [("0", "tape, function, optimizer, fit"), ("1", "optimizer, fit")])
+def test_owners_of_one_name_that_come_in_another_order(mode, ways):
+    """Two models with the same names and weights, whose steps worker 1 makes in the other order: the second is an error, on both workers. Also in
+    asynchronous training."""
     source = _START + '''
     def model(way):
         return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name=way, kernel_initializer="ones")], name=way)
@@ -70,15 +72,15 @@ def test_owners_of_one_name_that_come_in_another_order():
         m.compile(bpk.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
         return m.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0) and None
 
-    for step in tape, function, optimizer, fit:
+    for step in WAYS:
         pair = [model(step.__name__) for _ in range(2)]
         first, second = pair if rank == 0 else pair[::-1]
         report(isinstance(tried(step, first), str))
         report([tried(step, second), isinstance(tried(step, second), str)])
     bps.shutdown()
     '''
-    for found in run(source, env=QUIET):
-        assert len(found) == 8
+    for found in run(source.replace("WAYS", ways), env={**QUIET, "BYTEPS_ENABLE_ASYNC": mode}):
+        assert len(found) == 2 * len(ways.split(", "))
         for early, (text, again) in zip(found[::2], found[1::2], strict=True):
             assert not early and again
             assert "worker 1 has other names of variables, or the same in another order, than worker 0" in text

@@ -36,6 +36,14 @@ def test_any_order_of_coming_makes_the_same_job(order):
     assert [n.split()[:2] for n in welcomes["w0"]["names"]["server"]] == [["server", "0"], ["server", "1"]]
 
 
+@pytest.mark.parametrize("said", [{}, {"again": False}, {"again": True}])
+def test_workers_hear_whether_a_process_has_been_in_an_earlier_job(said):
+    m = members(2, 0)
+    assert m.hello(b"w1", hello("worker", 1, 2, 0, **said)) == []
+    welcomes = dict(m.hello(b"w0", hello("worker", 0, 2, 0, again=False)))
+    assert [w["again"] for w in welcomes.values()] == [said.get("again", False)] * 2
+
+
 def test_servers_keep_dense_ranks_when_one_is_started_again():
     m = members(2, 2)
     for who in ("s0", "s1"):

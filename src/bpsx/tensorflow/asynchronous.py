@@ -12,6 +12,7 @@ from bpsx import _adapter
 from bpsx.errors import ConfigError
 from bpsx.tensorflow.names import names_of
 from bpsx.tensorflow.raw import copies, sums
+from bpsx.tensorflow.startup import compared
 
 PREFIX = "Async."
 
@@ -35,6 +36,7 @@ class Weights:
         names = [PREFIX + name for name in names_of(variables)]
         if not tf.executing_eagerly() and not tf.inside_function():
             return self._step_in_graph(base, variables, names)
+        compared("DistributedOptimizer", variables)
         with tf.init_scope():           # when a function is traced: now
             self._seed(variables, names)
         before = [tf.identity(v) for v in variables]
