@@ -264,9 +264,11 @@ def _raise_in(frame, kind) -> None:
     before = sys.gettrace()
 
     def event(*_):
-        frame.f_trace, frame.f_trace_opcodes = None, False
-        sys.settrace(before)
-        raise kind
+        # Python calls this by the frame's own reference, the last one: with it go our variables.
+        here, tracing, raised = frame, before, kind
+        here.f_trace, here.f_trace_opcodes = None, False
+        sys.settrace(tracing)
+        raise raised
 
     frame.f_trace, frame.f_trace_opcodes = event, True      # line events could come after a `try`
     sys.settrace(_trace_nothing)
