@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -57,6 +58,17 @@ def children() -> set[int]:
         if int(fields[1]) in {os.getpid(), *ours} and fields[0] != "Z":
             found.add(int(status.parent.name))
     return found - ours
+
+
+@pytest.fixture(autouse=True)
+def loggers_stay() -> Iterator[None]:
+    """A test that sets the logger up, as ``init()`` does, leaves it as it was: ``caplog`` hears
+    nothing of a logger that does not propagate."""
+    logger = logging.getLogger("bpsx")
+    level, propagate, handlers = logger.level, logger.propagate, list(logger.handlers)
+    yield
+    logger.setLevel(level)
+    logger.propagate, logger.handlers[:] = propagate, handlers
 
 
 @pytest.fixture(autouse=True)

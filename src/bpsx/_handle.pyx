@@ -71,7 +71,7 @@ cdef class Handle:
     cdef _output(self):
         return <uintptr_t>self.task.output, self.tensor.nbytes
 
-    def wait(self, timeout: float | None = None):
+    def wait(self, timeout=None):       # Cython 3.1 would take no int for a `float | None`
         """Wait for the end and return the result. On a GPU: what the current stream queues from now on comes after the end, and nobody waits.
 
         Raises a :class:`bpsx.errors.BpsxError` if the operation failed, :class:`TimeoutError` after ``timeout`` seconds.

@@ -13,6 +13,7 @@ from torch import nn
 from torch_job import Finished, each, run_job
 
 import bpsx.torch as bps
+from torch_release import HAS_FUSED, HAS_GRAD_SCALER, needs_fused, needs_grad_scaler
 
 pytestmark = pytest.mark.timeout(300)
 STEPS, OVERFLOW = 6, 2
@@ -78,11 +79,13 @@ def train(order: Any, fused: bool, model_zeroes: bool) -> Any:
 
 
 def job_scaler() -> Any:
-    found = {}
+    found: dict[Any, Any] = {}
+    if not HAS_GRAD_SCALER:
+        return found
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         for name, order in ORDERS.items():
-            for fused in (False, True):
+            for fused in (False, True) if HAS_FUSED else (False,):
                 found[name, fused] = train(order, fused, model_zeroes=name == "plain")
     return found
 
@@ -262,7 +265,8 @@ def alone(size: int, steps: Any = range(STEPS)) -> list[torch.Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@needs_grad_scaler
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_fused)])
 @pytest.mark.parametrize("order", ORDERS)
 def test_grad_scaler(job: Finished, order: str, fused: bool) -> None:
     """The step in which one worker overflows is skipped by all, which go on with one scale."""

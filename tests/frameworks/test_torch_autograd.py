@@ -11,6 +11,7 @@ from torch import nn
 from torch_job import Finished, each, run_job
 
 import bpsx.torch as bps
+from torch_release import UINT16
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -82,7 +83,7 @@ def job_tracking() -> Any:
 
 def job_all_gather() -> Any:
     rank, size, found = bps.rank(), bps.size(), {}
-    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint16, torch.float8_e4m3fn):
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, *UINT16, torch.float8_e4m3fn):
         found[str(dtype)] = bps.all_gather(torch.arange(1, rank * 2 + 1).to(dtype).reshape(-1, 2)).float().tolist()
     found["matrix"] = bps.all_gather(torch.full((3, 2), float(rank)).t(), name="rows")
     found["none"] = bps.all_gather(torch.zeros(0, 5))
@@ -93,7 +94,7 @@ def job_all_gather() -> Any:
     found["gradient"] = (gathered.detach(), x.grad)
     errors = []
     for bad in (lambda: bps.all_gather(torch.zeros(2, 2 + rank // (size - 1)), name="bad"),
-                lambda: bps.all_gather(torch.zeros(1, 1, dtype=[torch.int16, torch.uint16][rank == 1]), name="bad"),
+                lambda: bps.all_gather(torch.zeros(1, 1, dtype=[torch.int16, torch.float16][rank == 1]), name="bad"),
                 lambda: bps.all_gather(torch.tensor(1.0))):
         with pytest.raises(bps.UnsupportedTensor if len(errors) == 2 else ValueError) as caught:
             bad()
@@ -200,7 +201,7 @@ def test_all_gather(job: Finished) -> None:
     weights = torch.arange(float(gathered.numel())).reshape(gathered.shape)
     wanted = 2 * gathered * weights * sum(range(1, size + 1))
     for rank, found in enumerate(each(job, "job_all_gather")):
-        for dtype in ("float32", "bfloat16", "int64", "complex64", "uint16", "float8_e4m3fn"):
+        for dtype in ("float32", "bfloat16", "int64", "complex64", *(str(d).removeprefix("torch.") for d in UINT16), "float8_e4m3fn"):
             assert found[f"torch.{dtype}"] == counting, dtype
         assert found["torch.bool"] == [[1, 1]] * len(counting)
         assert found["matrix"].tolist() == [[float(r)] * 3 for r in range(size) for _ in range(2)]
@@ -215,7 +216,7 @@ def test_all_gather_refuses_on_all_workers(job: Finished) -> None:
     for found in each(job, "job_all_gather"):
         shape, dtype, scalar = found["errors"]
         assert "float32 rows of shape (2,)" in shape and f"worker {size - 1} float32 rows of shape (3,)" in shape
-        assert "int16 rows" in dtype and "worker 1 uint16 rows" in dtype
+        assert "int16 rows" in dtype and "worker 1 float16 rows" in dtype
         assert "reshape(1)" in scalar
 
 

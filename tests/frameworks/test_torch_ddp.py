@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -213,8 +214,10 @@ def job_one_dies_in_the_group() -> Any:
 
 # ---- tests
 
+#: fully_shard came with PyTorch 2.6.
+SHARDS = ["job_shards"] if hasattr(fsdp, "fully_shard") else []
 MODELS = ["job_plain", "job_view", "job_static", "job_compiled", "job_unused", "job_no_sync", "job_two_models", "job_zero", "job_join",
-          "job_shards", "job_buffers", "job_hook", "job_hook_moves_gradients", "job_hook_fp16", "job_hook_two_models", "job_hook_errors"]
+          *SHARDS, "job_buffers", "job_hook", "job_hook_moves_gradients", "job_hook_fp16", "job_hook_two_models", "job_hook_errors"]
 
 
 @pytest.mark.parametrize(("workers", "servers", "processes"), [(2, 1, 1), (2, 2, 2)], ids=["2 workers", "4 workers on 2 machines"])
@@ -223,7 +226,7 @@ def test_as_one_process_on_the_joined_batch(tmp_path: Path, workers: int, server
     size = workers * processes
     assert sorted(finished.results) == list(range(size)), finished.output[-4000:]
     alone = train(tanh_model())
-    for name in ("job_plain", "job_view", "job_static", "job_compiled", "job_zero", "job_shards", "job_hook"):
+    for name in ("job_plain", "job_view", "job_static", "job_compiled", "job_zero", *SHARDS, "job_hook"):
         check_all(finished, size, name, alone)
     check_all(finished, size, "job_unused", train(Forked(), with_step=True))
     check_all(finished, size, "job_no_sync", train(tanh_model(), passes=2))

@@ -68,4 +68,5 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
         assert statuses != [0] and not job.left(), output
 
 
-pytestmark = pytest.mark.timeout(300)
+# PyTorch 2.1 warns of its own use of TypedStorage when it loads a checkpoint.
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:TypedStorage")]

@@ -13,6 +13,7 @@ from torch_job import Finished, each, run_job
 
 import bpsx.torch as bps
 from bpsx.torch.parallel import DistributedDataParallel
+from torch_release import UINT16
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64]
 SHAPES = [(), (0,), (1,), (3, 0, 2), (7,), (33, 5), (5000,), (300, 301)]
@@ -109,7 +110,7 @@ def job_names() -> Any:
 def special(rank: int) -> dict[str, torch.Tensor]:
     """On rank 1 what must arrive bit for bit, elsewhere something else."""
     nan = torch.tensor([0x7FC00001, 0x7F800001, 0x80000000 - 2**32, 0x3F800000], dtype=torch.int64).to(torch.int32).view(torch.float32)
-    made = {str(d): torch.arange(-3, 4).to(d) for d in [*DTYPES, torch.int16, torch.bool, torch.complex64, torch.uint16]}
+    made = {str(d): torch.arange(-3, 4).to(d) for d in [*DTYPES, torch.int16, torch.bool, torch.complex64, *UINT16]}
     made |= {"nan, -0.0": nan, "scalar": torch.tensor(5), "empty": torch.zeros(0, 2), "large": torch.randn(70000)}
     made["transposed"] = torch.randn(3, 5).t()
     return made if rank == 1 else {k: torch.zeros_like(v) for k, v in made.items()}

@@ -19,6 +19,7 @@ import bpsx.torch as bps
 from bpsx import _adapter
 from bpsx.errors import ConfigError, MismatchError
 from bpsx.torch.encoding import Encoder, StateError, decode
+from torch_release import UINT16
 
 
 class Pair:
@@ -42,7 +43,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Pair:
 
 @pytest.mark.parametrize("dtype", [
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
-    torch.complex64, torch.complex128, torch.uint16, torch.float8_e4m3fn,
+    torch.complex64, torch.complex128, *UINT16, torch.float8_e4m3fn,
 ], ids=str)
 def test_every_dtype_arrives(pair: Pair, dtype: torch.dtype) -> None:
     mine, theirs = torch.tensor([0, 1, 1, 0, 1]).to(dtype), torch.zeros(5).to(dtype)

@@ -16,6 +16,7 @@ import bpsx.torch as bps
 from bpsx import _adapter
 from bpsx.errors import ConfigError, NotInitializedError, PeerLostError
 from bpsx.torch.cross_barrier import CrossBarrier
+from torch_release import needs_grad_scaler
 
 
 @pytest.fixture
@@ -191,6 +192,7 @@ def test_an_optimizer_nobody_holds_any_more_stops_pushing(fake: FakeSession) -> 
     assert len(fake.pushes) == 4
 
 
+@needs_grad_scaler
 def test_grad_scaler(fake: FakeSession) -> None:
     model = network()
     optimizer = sgd(model)

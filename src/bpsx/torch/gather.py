@@ -146,7 +146,9 @@ class RowGathering:
         if root == ours.rank:
             with torch.no_grad():
                 stage[:n].copy_(mine)
-                stage[n:].zero_()       # what lies in new memory is nobody's business
+                # What lies in new memory is nobody's business. As bytes: PyTorch before 2.3 cannot
+                # fill 8-bit floats.
+                stage[n:].view(torch.uint8).zero_()
         if n:
             self._handles.append(ours.broadcast(name, bytes_view(stage), root))
         return stage

@@ -407,12 +407,16 @@ def names_of(
     return Names(first.values())
 
 
+#: How a learning-rate scheduler marks the step() that it has replaced: since PyTorch 2.4, before.
+_SCHEDULED = ("_wrapped_by_lr_sched", "_with_counter")
+
+
 def _take_patched_step(optimizer: torch.optim.Optimizer) -> bool:
     """A learning-rate scheduler made before replaces ``step`` on the object, which would hide ours. Returns whether there was one."""
     patched = vars(optimizer).get("step")
     if patched is None:
         return False
-    if not hasattr(patched, "_wrapped_by_lr_sched"):
+    if not any(hasattr(patched, mark) for mark in _SCHEDULED):
         raise ConfigError("DistributedOptimizer: something has replaced this optimizer's step(); make the optimizer distributed first")
     del optimizer.step
     return True
@@ -426,8 +430,11 @@ def _patch_step_again(optimizer: torch.optim.Optimizer) -> None:
         alive = ref()
         assert alive is not None
         alive._opt_called = True
+        if hasattr(alive, "_step_count"):       # that is where PyTorch before 2.4 looks
+            alive._step_count += 1
         return type(alive).step(alive, *args, **kwargs)
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    for mark in _SCHEDULED:
+        setattr(step, mark, True)
     optimizer.step = step
 

@@ -110,7 +110,7 @@ def _are_in_use(parameters: Sequence[torch.Tensor]) -> bool:
     their optimizer only cannot train them."""
     ids = {id(p) for p in parameters}
     return any(
-        type(holder) is dict
+        isinstance(holder, dict)  # an OrderedDict in a module of PyTorch before 2.5
         and any(isinstance(key, str) and id(value) in ids for key, value in holder.items())
         for holder in gc.get_referrers(*parameters)
     )

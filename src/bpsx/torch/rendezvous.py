@@ -29,6 +29,8 @@ _Handler = Callable[..., Iterator[_Triple]]
 _store: Any = None
 #: Seconds between two looks at the store, at most: enough not to burden it with thousands of workers.
 _PAUSE = 0.25
+#: Stands for an entry that a store does not have; no entry of ours is like it.
+_ABSENT = "(absent)"
 
 
 class _TorchStore:
@@ -47,13 +49,24 @@ class _TorchStore:
         end, pause = time.monotonic() + timeout, 0.01
         with _reached():
             # The store's own wait lets no Ctrl-C through, and logs a warning when its time is over.
-            while not self._store.check(list(names)):
+            while not self._has(names):
                 left = end - time.monotonic()
                 if left <= 0:
-                    return [self._store.get(name).decode() if self._store.check([name]) else None for name in names]
+                    return [self._read(name) if self._has([name]) else None for name in names]
                 time.sleep(min(pause, left))
                 pause = min(2 * pause, _PAUSE)
-            return [self._store.get(name).decode() for name in names]
+            return [self._read(name) for name in names]
+
+    def _has(self, names: Sequence[str]) -> bool:
+        """Whether all of those names have an entry. Does not wait for one."""
+        if hasattr(self._store, "check"):
+            return bool(self._store.check(list(names)))
+        # PyTorch 2.1's stores cannot be asked. An entry that is to change from what it never holds
+        # stays as it is; one that is not there stays away.
+        return all(self._store.compare_set(n, _ABSENT, _ABSENT).decode() != _ABSENT for n in names)
+
+    def _read(self, name: str) -> str:
+        return str(self._store.get(name).decode())
 
 
 @contextlib.contextmanager
