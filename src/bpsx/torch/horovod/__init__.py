@@ -13,6 +13,18 @@ from typing import Any
 
 from bpsx.api import local_rank, local_size, rank, shutdown, size
 from bpsx.errors import BpsxError as HorovodInternalError
+from bpsx.horovod import (
+    ProcessSet,
+    ReduceOp,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    is_homogeneous,
+    is_initialized,
+    no,
+    start_timeline,
+    stop_timeline,
+)
 from bpsx.torch.batch_norm import SyncBatchNorm
 from bpsx.torch.compression import Compression
 from bpsx.torch.horovod.gathers import (
@@ -27,26 +39,9 @@ from bpsx.torch.horovod.gathers import (
     grouped_allgather,
     grouped_allgather_async,
 )
-from bpsx.torch.horovod.job import (
-    ProcessSet,
-    add_process_set,
-    barrier,
-    cross_rank,
-    cross_size,
-    global_process_set,
-    init,
-    is_homogeneous,
-    is_initialized,
-    join,
-    no,
-    refuse_elastic,
-    remove_process_set,
-    start_timeline,
-    stop_timeline,
-)
+from bpsx.torch.horovod.job import add_process_set, barrier, init, join, refuse_elastic, remove_process_set
 from bpsx.torch.horovod.pending import poll, synchronize
 from bpsx.torch.horovod.reductions import (
-    ReduceOp,
     allreduce,
     allreduce_,
     allreduce_async,

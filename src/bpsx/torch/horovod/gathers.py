@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 from bpsx import _adapter
-from bpsx._adapter import checked_root, integer
+from bpsx._adapter import checked_root
 from bpsx.errors import ConfigError
+from bpsx.horovod import ProcessSet, checked_splits, global_process_set
 from bpsx.torch.broadcast import Overwriting
 from bpsx.torch.eager import eager
 from bpsx.torch.gather import RowGathering, all_gather_async, gathered_rows
-from bpsx.torch.horovod.job import ProcessSet, check_process_set, global_process_set
+from bpsx.torch.horovod.job import check_process_set
 from bpsx.torch.horovod.pending import Pending, group_names, needs_gradient, wire_name
 from bpsx.torch.ops import check_replaceable, push_pull
 
@@ -134,18 +135,11 @@ _Splits: TypeAlias = torch.Tensor | Sequence[int] | None
 
 def _checked_splits(tensor: torch.Tensor, splits: _Splits) -> list[int]:
     """How many rows go to each worker. Raises :class:`ConfigError`."""
-    size, rows = _adapter.session().size, len(tensor)
-    if splits is None:
-        if rows % size:
-            raise ConfigError(f"alltoall: {rows} rows cannot be divided evenly among {size} workers; give splits")
-        return [rows // size] * size
     if isinstance(splits, torch.Tensor) and (splits.dim() != 1 or splits.is_floating_point()):
-        raise ConfigError(f"alltoall: splits is a tensor of shape {tuple(splits.shape)} and {splits.dtype}; one dimension of integers is needed")
-    given = splits.tolist() if isinstance(splits, torch.Tensor) else list(splits) if isinstance(splits, Iterable) else []
-    numbers = [n for n in map(integer, given) if n is not None and n >= 0]
-    if len(given) != size or len(numbers) != size or sum(numbers) > rows:
-        raise ConfigError(f"alltoall: splits={splits!r}: {size} integers from 0, one for each worker, of at most {rows} rows together are needed")
-    return numbers
+        raise ConfigError(f"alltoall: splits is a tensor of shape {tuple(splits.shape)} and "
+                          f"{splits.dtype}; one dimension of integers is needed")
+    given = splits.tolist() if isinstance(splits, torch.Tensor) else splits
+    return checked_splits(given, _adapter.session().size, len(tensor), splits)
 
 
 def _begin_alltoall(tensor: torch.Tensor, splits: list[int], dtype: torch.dtype, wire: str) -> Pending:

@@ -2,85 +2,32 @@
 
 from __future__ import annotations
 
-import enum
 import functools
-import numbers
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from bpsx import _adapter
+from bpsx import _adapter, horovod
 from bpsx._adapter import check_name
 from bpsx.errors import ConfigError
+from bpsx.horovod import How, ProcessSet, ReduceOp, check_adds, checked_op, global_process_set
 from bpsx.torch.compression import Compression, Compressor, check_compression
 from bpsx.torch.eager import eager
 from bpsx.torch.gather import all_gather_async
-from bpsx.torch.horovod.job import ProcessSet, check_process_set, global_process_set
+from bpsx.torch.horovod.job import check_process_set
 from bpsx.torch.horovod.pending import Pending, group_names, needs_gradient, wire_name
 from bpsx.torch.ops import UnsupportedTensor, check_replaceable, mark_written, push_pull, submit, summable, unnamed
 from bpsx.torch.sparse import SparseSum, check_sparse
 
-
-class ReduceOp(enum.IntEnum):
-    """How tensors of several workers become one; Horovod's numbers."""
-
-    Average = 0
-    Sum = 1
-    Adasum = 2
-    Min = 3
-    Max = 4
-    Product = 5
-
-
 #: Those that no server does: every worker gathers, and computes in the order of ranks.
 _HERE = {ReduceOp.Min: torch.minimum, ReduceOp.Max: torch.maximum, ReduceOp.Product: torch.mul}
-_ADDING = (ReduceOp.Average, ReduceOp.Sum)
-
-
-class How(NamedTuple):
-    """What a reduction was asked for."""
-
-    verb: str
-    op: ReduceOp
-    prescale: float = 1.0
-    postscale: float = 1.0
-
-
-def checked_op(verb: str, op: Any, average: Any = None) -> ReduceOp:
-    """``op``, or what the deprecated ``average`` means. Raises :class:`ConfigError`."""
-    if average is not None:
-        if op is not None:
-            raise ConfigError(f"{verb}: op and average are both given; leave average out")
-        _adapter.check_flag(average, "average", verb)
-        warnings.warn(f"{verb}: average is deprecated; give op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=4)
-        return ReduceOp.Average if average else ReduceOp.Sum
-    try:
-        known = ReduceOp.Average if op is None else ReduceOp(op)
-    except ValueError:
-        raise ConfigError(f"{verb}: op={op!r}; allowed are {', '.join(f'hvd.{o.name}' for o in ReduceOp if o is not ReduceOp.Adasum)}") from None
-    if known is ReduceOp.Adasum:
-        raise ConfigError(f"{verb}: op=hvd.Adasum: summation servers add; use op=hvd.Average, with the learning rate that fits an average")
-    return known
-
-
-def check_adds(verb: str, op: ReduceOp) -> ReduceOp:
-    """``op``, if it is a sum or an average. Raises :class:`ConfigError`."""
-    if op not in _ADDING:
-        raise ConfigError(f"{verb}: op=hvd.{op.name}; allowed are hvd.Average and hvd.Sum")
-    return op
 
 
 def how_to(verb: str, op: ReduceOp, prescale: Any, postscale: Any, process_set: ProcessSet) -> How:
+    """The checked arguments of a reduction. Raises :class:`~bpsx.errors.ConfigError`."""
     check_process_set(process_set)
-    for argument, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
-        if not isinstance(factor, numbers.Real):
-            raise ConfigError(f"{verb}: {argument} must be a number, not {factor!r}")
-    if _adapter.session().config.asynchronous:
-        raise ConfigError(f"{verb}: with BYTEPS_ENABLE_ASYNC=1 servers add to values that they keep, and a sum over the workers there is not; use "
-                          "bpsx.torch.push_pull, which says what it does then")
-    return How(verb, op, float(prescale), float(postscale))
+    return horovod.how_to(verb, op, prescale, postscale, "bpsx.torch.push_pull")
 
 
 def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from bpsx import _adapter
+from bpsx.horovod import How, ProcessSet, ReduceOp, check_adds, checked_op, global_process_set
 from bpsx.torch.compression import Compression, Compressor
 from bpsx.torch.eager import eager
-from bpsx.torch.horovod.job import ProcessSet, global_process_set
 from bpsx.torch.horovod.pending import Pending, group_names, wire_name
-from bpsx.torch.horovod.reductions import How, ReduceOp, begin_new, check_adds, checked_op, how_to, reduced, reduced_group
+from bpsx.torch.horovod.reductions import begin_new, how_to, reduced, reduced_group
 
 _VERB = "reducescatter"
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
-from bpsx._adapter import integer
-from bpsx.errors import ConfigError
+from bpsx.horovod import ProcessSet, ReduceOp, check_groups, checked_training_op, global_process_set
 from bpsx.torch import broadcast, objects
 from bpsx.torch.compression import Compression, Compressor
-from bpsx.torch.horovod.job import ProcessSet, check_process_set, global_process_set
-from bpsx.torch.horovod.reductions import ReduceOp, check_adds, checked_op
+from bpsx.torch.horovod.job import check_process_set
 from bpsx.torch.optimizer import distribute
 
 _Groups: TypeAlias = int | Sequence[Sequence[torch.Tensor]] | None
@@ -59,22 +56,6 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     """
     verb = "DistributedOptimizer"
     check_process_set(process_set)
-    kind = check_adds(verb, checked_op(verb, op))
-    if not isinstance(gradient_predivide_factor, numbers.Real) or not float(gradient_predivide_factor) > 0:
-        raise ConfigError(f"{verb}: gradient_predivide_factor={gradient_predivide_factor!r}: a number above 0 is needed")
-    if gradient_predivide_factor != 1.0 and kind is not ReduceOp.Average:
-        raise ConfigError(f"{verb}: gradient_predivide_factor divides an average in two steps; with op=hvd.{kind.name} leave it out")
-    _check_groups(num_groups, groups)
+    kind = checked_training_op(verb, op, gradient_predivide_factor)
+    check_groups(verb, num_groups, groups, lambda p: isinstance(p, torch.Tensor))
     return distribute(optimizer, named_parameters, compression, backward_passes_per_step, sparse_as_dense, average=kind is ReduceOp.Average)
-
-
-def _check_groups(num_groups: Any, groups: Any) -> None:
-    for argument, count in (("num_groups", num_groups), ("groups", 0 if groups is None or isinstance(groups, Sequence) else groups)):
-        number = integer(count)
-        if number is None or number < 0:
-            raise ConfigError(f"DistributedOptimizer: {argument}={count!r}: allowed are integers from 0"
-                              f"{' and lists of lists of parameters' if argument == 'groups' else ''}")
-    if isinstance(groups, Sequence):
-        members = [p for group in groups for p in (group if isinstance(group, Sequence) else [None])]
-        if not all(isinstance(p, torch.Tensor) for p in members) or len({id(p) for p in members}) < len(members):
-            raise ConfigError("DistributedOptimizer: groups: lists of parameters are needed, each parameter once")
