@@ -26,7 +26,7 @@ def test_only_config_reads_the_environment(path):
 
 @pytest.mark.parametrize("path", PACKAGE, ids=lambda p: p.name)
 def test_nothing_is_unpickled_or_evaluated(path):
-    if path == SOURCE / "torch" / "objects.py":
+    if path == SOURCE / "objects.py":
         return      # unpickles what carries the proof of the job secret, and nothing else: tests/frameworks/test_torch_objects.py
     modules = r"\b(c?[pP]ickle|cloudpickle|marshal|shelve|dill|joblib|yaml)\b"
     assert not re.search(modules + r"|\beval\(|\bexec\(|torch\.(load|save)\(|allow_pickle", path.read_text())

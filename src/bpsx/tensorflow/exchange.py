@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
@@ -39,6 +39,9 @@ class Exchange:
     IndexedSlices. ``anew``: nothing is kept of what compression had left over under the same names; otherwise it goes on, as from one step's tape to
     the next's. ``has_momentum``: the optimizer whose gradients these are has its own. Raises :class:`ConfigError`.
     """
+
+    #: Methods that a distributed optimizer of Keras gets besides, by name.
+    methods: ClassVar[dict[str, Callable[..., Any]]] = {}
 
     def __init__(
         self, verb: str, average: bool, compression: type[Compressor], params: Params, sparse_as_dense: bool, anew: bool = True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -15,7 +16,7 @@ from bpsx.tensorflow.reductions import averages
 from bpsx.tensorflow.tracing import as_it_is
 
 
-class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
+class Distributed(tf.GradientTape):  # type: ignore[misc]
     """What :func:`DistributedGradientTape` returns: the given tape, by whose state it works, with another :meth:`gradient`."""
 
     _exchange: Exchange
@@ -26,11 +27,29 @@ class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
     ) -> Any:
         """As :meth:`tf.GradientTape.gradient`, and then summed or averaged over all workers, who have to ask for the gradients of the same sources in
         the same order. ``sources`` and result may be any structure."""
+        return self._gradient(target, sources, output_gradients, unconnected_gradients, lambda flat: flat)
+
+    def _gradient(
+        self, target: Any, sources: Any, output_gradients: Any, unconnected_gradients: Any,
+        known: Callable[[list[Any]], list[Any]],
+    ) -> Any:
+        """``known``: what sources, as a list, are known as."""
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
         refuse_gradients("DistributedGradientTape")
-        flat = tf.nest.flatten(sources)
+        flat = known(tf.nest.flatten(sources))
         found = tf.nest.flatten(gradients, expand_composites=False)
         return tf.nest.pack_sequence_as(sources, self._exchange(found, flat))
+
+
+def distributed(gradtape: Any, exchange: Exchange, kind: type[Distributed] = Distributed) -> Any:
+    """A tape of class ``kind`` that records with ``gradtape``. Raises :class:`ConfigError`."""
+    if not isinstance(gradtape, tf.GradientTape):
+        raise ConfigError(f"DistributedGradientTape: a tf.GradientTape is needed, not {type(gradtape).__name__}")
+    cls = type(gradtape)
+    made: Any = object.__new__(type(cls.__name__, (kind, cls), {"__module__": cls.__module__}))
+    made.__dict__ = gradtape.__dict__
+    made._exchange = exchange
+    return made
 
 
 def DistributedGradientTape(
@@ -45,12 +64,6 @@ def DistributedGradientTape(
 
     Raises :class:`~bpsx.errors.ConfigError`.
     """
-    if not isinstance(gradtape, tf.GradientTape):
-        raise ConfigError(f"DistributedGradientTape: a tf.GradientTape is needed, not {type(gradtape).__name__}")
     average = averages(op, None, "DistributedGradientTape")
     exchange = Exchange("DistributedGradientTape", average, compression, compression_params, sparse_as_dense, anew=False)
-    cls = type(gradtape)
-    made: Any = object.__new__(type(cls.__name__, (_DistributedGradientTape, cls), {"__module__": cls.__module__}))
-    made.__dict__ = gradtape.__dict__
-    made._exchange = exchange
-    return made
+    return distributed(gradtape, exchange)

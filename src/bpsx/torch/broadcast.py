@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from bpsx import _adapter
-from bpsx._adapter import TensorView, capacity, checked_root
+from bpsx._adapter import TensorView, checked_root
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError, ConfigError
+from bpsx.objects import broadcast_bytes
 from bpsx.torch.encoding import Encoder, StateError, decode, empty_for
 from bpsx.torch.ops import Handle, check_tensor, check_writable, dtype_name, is_plain, mark_written, plain_copy, view_at, view_of
 
@@ -138,20 +139,6 @@ def bytes_view(tensor: torch.Tensor) -> TensorView:
         return view_of(tensor, dtype)
     size = tensor.element_size()
     return view_at(tensor, tensor.numel() * size, "uint8", (*tensor.shape, size))
-
-
-def broadcast_bytes(text: bytes, root: int, name: str) -> bytes:
-    """The root's ``text``, of any length, on all workers: its length first, so that the others know what to expect."""
-    is_root = _adapter.session().rank == root
-    length = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
-    _broadcast_all([(".length", length)], root, name)
-    n = int(length)
-    body = torch.zeros(capacity(n), dtype=torch.uint8, device="cpu")
-    if is_root and n:
-        body[:n] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    if n:
-        _broadcast_all([(".structure", body)], root, name)
-    return bytes(body[:n].numpy())
 
 
 class _Packed(NamedTuple):

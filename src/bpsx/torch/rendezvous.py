@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from bpsx import _adapter
 from bpsx.errors import BpsxError, ConfigError, RendezvousError
-from bpsx.torch.broadcast import broadcast_bytes
+from bpsx.objects import broadcast_bytes
 
 _Triple = tuple[Any, int, int]
 _Handler = Callable[..., Iterator[_Triple]]

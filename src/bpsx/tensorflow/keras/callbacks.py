@@ -28,6 +28,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         if _adapter.initialised():
             checked_root(root_rank, "BroadcastGlobalVariablesCallback", _adapter.session().size)
         self.root_rank, self.broadcast_done = root_rank, False
+        self._kept: dict[int, Any] = {}
+
+    def keep(self, variable: Any) -> None:
+        """Leave ``variable`` as it is on each worker."""
+        known = getattr(variable, "_value", variable)       # TensorFlow's in one of Keras's
+        self._kept[id(known)] = known
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Do it, if the model is there. Keras makes the optimizer's variables in the first step; but what they begin with may be loaded."""
@@ -45,7 +51,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         if not self.broadcast_done:
             optimizer = self.model.optimizer
             found = [*self.model.variables, *(optimizer.variables if optimizer is not None else [])]
-            broadcast_variables([v for v in found if not v.path.endswith("seed_generator_state")], self.root_rank)
+            wanted = [v for v in found if not v.path.endswith("seed_generator_state")
+                      and id(getattr(v, "_value", v)) not in self._kept]
+            broadcast_variables(wanted, self.root_rank)
             self.broadcast_done = True
 
 
@@ -72,7 +80,8 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
         logs.update(zip(names, means.numpy().tolist(), strict=True))
 
 
-def _check_number(verb: str, argument: str, value: Any, least: float, allowed: str) -> None:
+def check_number(verb: str, argument: str, value: Any, least: float, allowed: str) -> None:
+    """Raise :class:`~bpsx.errors.ConfigError` unless ``value`` is a number from ``least``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not float(value) >= least:
         raise ConfigError(f"{verb}: {argument}={value!r}: allowed are {allowed}")
 
@@ -99,13 +108,13 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self.multiplier: Callable[[float], float] = multiplier if callable(multiplier) else lambda epoch: multiplier
         what = type(self).__name__
         if not callable(multiplier):
-            _check_number(what, "multiplier", multiplier, 0, "numbers from 0, and functions of the epoch")
+            check_number(what, "multiplier", multiplier, 0, "numbers from 0, and functions of the epoch")
         if initial_lr is not None:
-            _check_number(what, "initial_lr", initial_lr, 0, "numbers from 0, and None")
+            check_number(what, "initial_lr", initial_lr, 0, "numbers from 0, and None")
         if steps_per_epoch is not None:
-            _check_number(what, "steps_per_epoch", steps_per_epoch, 1, "numbers from 1, and None")
+            check_number(what, "steps_per_epoch", steps_per_epoch, 1, "numbers from 1, and None")
         if end_epoch is not None:
-            _check_number(what, "end_epoch", end_epoch, start_epoch, f"numbers from start_epoch={start_epoch}, and None")
+            check_number(what, "end_epoch", end_epoch, start_epoch, f"numbers from start_epoch={start_epoch}, and None")
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Find what has been left out."""
@@ -165,7 +174,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self, warmup_epochs: float = 5, momentum_correction: bool = True, steps_per_epoch: int | None = None, verbose: int = 0,
         initial_lr: float | None = None,
     ) -> None:
-        _check_number(type(self).__name__, "warmup_epochs", warmup_epochs, 0, "numbers from 0")
+        check_number(type(self).__name__, "warmup_epochs", warmup_epochs, 0, "numbers from 0")
 
         def multiplier(epoch: float) -> float:
             size = _adapter.session().size

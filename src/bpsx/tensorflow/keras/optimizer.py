@@ -134,7 +134,8 @@ def adopt(optimizer: Any, exchange: Exchange, weights: Weights) -> Any:
     """Make ``optimizer`` itself a distributed one. Saved models name its class, which is loaded without bpsx as well: so it is called the same."""
     _equip(optimizer, exchange, weights)
     cls = type(optimizer)
-    ours = type(cls.__name__, (_Distributed, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_bpsx_exchange": exchange})
+    ours = type(cls.__name__, (_Distributed, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_bpsx_exchange": exchange,
+                                                    **exchange.methods})
     registered = keras.saving.get_registered_name(cls)
     names = keras.saving.get_registered_name.__globals__.get("GLOBAL_CUSTOM_NAMES")
     if registered != cls.__name__ and names is not None:
@@ -202,6 +203,15 @@ def DistributedOptimizer(
     Saved models have the class of ``optimizer``: load them with :func:`load_model` to go on with several workers. In asynchronous training
     the weights' changes travel, see ``docs/async.md``. Raises :class:`~bpsx.errors.ConfigError`.
     """
+    check_optimizer(optimizer)
+    exchange = Exchange(_VERB, averages(op, None, _VERB), compression, compression_params, sparse_as_dense,
+                        has_momentum=has_momentum(getattr(optimizer, "inner_optimizer", optimizer)))
+    set_passes(optimizer, backward_passes_per_step)
+    return distributed(optimizer, exchange)
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise :class:`~bpsx.errors.ConfigError` unless it can be made a distributed one."""
     if keras.backend.backend() != "tensorflow":
         raise ConfigError(f"{_VERB}: Keras works on {keras.backend.backend()} here; with bpsx.tensorflow it has to be TensorFlow: set "
                           "KERAS_BACKEND=tensorflow")
@@ -209,13 +219,10 @@ def DistributedOptimizer(
         raise ConfigError(f"{_VERB}: an optimizer of Keras 3 is needed, not {type(optimizer).__name__}")
     if is_distributed(optimizer):
         raise ConfigError(f"{_VERB}: this {type(optimizer).__name__} is distributed already")
-    exchange = Exchange(_VERB, averages(op, None, _VERB), compression, compression_params, sparse_as_dense,
-                        has_momentum=has_momentum(getattr(optimizer, "inner_optimizer", optimizer)))
-    _set_passes(optimizer, backward_passes_per_step)
-    return distributed(optimizer, exchange)
 
 
-def _set_passes(optimizer: Any, passes: Any) -> None:
+def set_passes(optimizer: Any, passes: Any) -> None:
+    """Have it add up the gradients of so many steps. Raises :class:`~bpsx.errors.ConfigError`."""
     passes = checked_passes(passes, _VERB)
     if passes == 1:
         return

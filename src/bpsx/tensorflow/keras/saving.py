@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -23,13 +23,29 @@ def load_model(
     ``custom_optimizers``: classes of optimizers that Keras does not know; ``custom_objects``: other things, by name. Raises what Keras raises,
     and :class:`~bpsx.errors.ConfigError`.
     """
+    def distribute(optimizer: Any) -> Any:
+        return DistributedOptimizer(optimizer, compression=compression, compression_params=compression_params)
+
+    model = loaded(filepath, custom_optimizers, custom_objects, distribute)
+    if getattr(model, "optimizer", None) is not None and compression_params and str(filepath).endswith(".keras"):
+        model.load_weights(filepath)        # again: there is somebody now who reads what compression has kept
+    return model
+
+
+def loaded(
+    filepath: Any, custom_optimizers: Iterable[type] | None, custom_objects: dict[str, Any] | None,
+    distribute: Callable[[Any], Any],
+) -> Any:
+    """A saved model, whose optimizer is what ``distribute`` makes of it.
+
+    Raises what Keras raises, and :class:`~bpsx.errors.ConfigError` for other classes than those of
+    optimizers.
+    """
     wrong = [cls for cls in custom_optimizers or () if not (isinstance(cls, type) and issubclass(cls, keras.optimizers.Optimizer))]
     if wrong:
         raise ConfigError(f"load_model: custom_optimizers has {wrong[0]!r}; classes of optimizers of Keras 3 are needed")
     known = {cls.__name__: cls for cls in custom_optimizers or ()} | (custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=known or None)
     if getattr(model, "optimizer", None) is not None:
-        model.optimizer = DistributedOptimizer(model.optimizer, compression=compression, compression_params=compression_params)
-        if compression_params and str(filepath).endswith(".keras"):
-            model.load_weights(filepath)        # again: there is somebody now who reads what compression has kept
+        model.optimizer = distribute(model.optimizer)
     return model

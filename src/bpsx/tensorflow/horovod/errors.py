@@ -1,0 +1,53 @@
+"""Errors of eager exchanges as bpsx's own, which Horovod's users catch as HorovodInternalError."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from bpsx import errors
+from bpsx.errors import BpsxError
+from bpsx.tensorflow.tracing import as_it_is
+
+F = TypeVar("F", bound=Callable[..., Any])
+#: An error of bpsx's in the text of one of TensorFlow's.
+_TOLD = re.compile(r"\b([A-Z]\w*Error): (.*?)\s*(\[Op:\w+\].*)?", re.DOTALL)
+
+
+#: Classes of exceptions that are of both kinds: code for either one catches them.
+_both: dict[tuple[str, str], type[Exception]] = {}
+
+
+def _class_of_both(ours: type[BpsxError], theirs: type[Exception]) -> type[Exception]:
+    content = {"__module__": ours.__module__, "__str__": lambda self: str(self.args[0])}
+    key = ours.__name__, theirs.__name__
+    return _both.setdefault(key, type(ours.__name__, (ours, theirs), content))
+
+
+def _translated(error: Any) -> Exception:
+    """``error``, one of TensorFlow's, as the error of bpsx's that its text tells of, and as itself."""
+    at = _TOLD.search(error.message)
+    told = _TOLD.fullmatch(error.message, at.start()) if at else None
+    kind = getattr(errors, told[1], None) if told else None
+    if told is None or not (isinstance(kind, type) and issubclass(kind, BpsxError)):
+        return error        # type: ignore[no-any-return]
+    cls = _class_of_both(kind, type(error))
+    made = cls.__new__(cls)
+    made.__dict__.update(error.__dict__)
+    made.args = (told[2],)
+    return made
+
+
+def verb(function: F) -> F:
+    """A function that AutoGraph leaves alone, and whose errors are bpsx's as well as TensorFlow's."""
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except tf.errors.OpError as e:
+            raise _translated(e) from None
+    return as_it_is(called)     # type: ignore[return-value]

@@ -1,0 +1,56 @@
+"""What Horovod's verbs call their tensors on the wire, and what they accept as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from bpsx._adapter import check_name
+from bpsx.errors import ConfigError
+from bpsx.tensorflow.ops import UnsupportedTensor, as_tensor, unnamed
+
+
+def wire_name(verb: str, name: str | None, tensor: tf.Tensor, rows: bool = False) -> str:
+    """An operation's name on the wire: verbs do not share names.
+
+    ``rows``: the first dimension may differ between workers.
+    """
+    if name:
+        return f"{verb}.{name}"
+    if rows and not tf.is_symbolic_tensor(tensor):
+        return f"{verb}.noname.{tensor.dtype.name}.rows of {tuple(tensor.shape[1:])}"
+    return unnamed(verb, tensor)
+
+
+def checked_tensor(verb: str, tensor: Any, name: str | None, rows: bool = False) -> tf.Tensor:
+    """``tensor`` as a dense one; with ``rows``, of at least one dimension.
+
+    Raises :class:`ConfigError` for a name that is no string, :class:`UnsupportedTensor`.
+    """
+    check_name(name, verb)
+    dense = as_tensor(tensor, f"{verb} of {name!r}" if name else verb)
+    if rows and dense.shape.rank == 0:
+        raise UnsupportedTensor(f"{verb}: a tensor of at least one dimension is needed, not a scalar")
+    return dense
+
+
+def group_names(verb: str, name: str | None, tensors: Any) -> list[str | None]:
+    """The names of a group's members. Raises :class:`ConfigError`."""
+    check_name(name, verb)
+    if not isinstance(tensors, Sequence) or isinstance(tensors, (str, bytes)):
+        raise ConfigError(f"{verb}: a list of tensors is needed, not {type(tensors).__name__}")
+    return [f"{name}.{i}" if name else None for i in range(len(tensors))]
+
+
+def with_gradient_times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
+    """``tensor``, whose gradient is multiplied by ``factor``."""
+    if not tensor.dtype.is_floating:
+        return tensor
+
+    @tf.custom_gradient     # type: ignore[untyped-decorator]
+    def same(given: tf.Tensor) -> Any:
+        return tf.identity(given), lambda g: g * tf.cast(factor, g.dtype)
+
+    return same(tensor)

@@ -1,0 +1,47 @@
+"""Python objects from one worker to all, and from all to all, in Horovod's forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from bpsx import objects
+from bpsx.horovod import ProcessSet, global_process_set
+from bpsx.tensorflow.horovod.job import check_process_set
+from bpsx.tensorflow.objects import CODEC
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None,
+                     process_set: ProcessSet = global_process_set) -> Any:
+    """What ``obj`` is on worker ``root_rank``, on every worker: there itself, elsewhere a copy.
+
+    Plain values always travel: None, bool, int, float, complex, str, bytes, bytearray, NumPy arrays
+    and scalars of numbers and text, tensors of eager code, and tuples, lists, sets, dicts and
+    OrderedDicts of these, exactly of these types. Anything else is pickled, if the job has a secret
+    (``BPSX_SECRET``; ``bpsx-run --local`` and ``--hostfile`` make one), and unpickled only after it
+    has been proven with that. Calls of one name are matched in order. ``session`` is Horovod's and
+    ignored: nothing runs in a graph.
+
+    Raises :class:`~bpsx.objects.ObjectError` on all workers if the root's object cannot travel; on a
+    worker alone where it cannot be unpickled; :class:`~bpsx.errors.ConfigError` for a root that does
+    not exist; and what ends a job.
+    """
+    check_process_set(process_set)
+    return objects.broadcast_object(obj, root_rank, name, CODEC)
+
+
+def broadcast_object_fn(root_rank: int = 0, session: Any = None, name: str | None = None,
+                        process_set: ProcessSet = global_process_set) -> Callable[[Any], Any]:
+    """A function of an object that does what :func:`broadcast_object` does."""
+    check_process_set(process_set)
+    return lambda obj: broadcast_object(obj, root_rank, session, name or "broadcast_object_fn")
+
+
+def allgather_object(obj: Any, session: Any = None, name: str | None = None,
+                     process_set: ProcessSet = global_process_set) -> list[Any]:
+    """What ``obj`` is on each worker, by rank, on every worker; the own place holds ``obj`` itself.
+
+    What can travel, and how, is as with :func:`broadcast_object`, and so are errors, on all workers.
+    """
+    check_process_set(process_set)
+    return objects.all_gather_object(obj, name, CODEC, "allgather_object")

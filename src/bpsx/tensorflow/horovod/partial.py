@@ -1,0 +1,111 @@
+"""An exchange of gradients that leaves out those of variables that are a worker's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from bpsx import _adapter
+from bpsx._adapter import check_flag
+from bpsx.errors import ConfigError
+from bpsx.momentum import Momentum
+from bpsx.tensorflow.compression import Compressor
+from bpsx.tensorflow.exchange import Exchange
+
+
+class Unnamed:
+    """A source of gradients that is known by its place instead of its name."""
+
+    def __init__(self, source: Any) -> None:
+        self.shape, self.dtype, self.source = source.shape, source.dtype, source
+
+
+def _variable(source: Any) -> Any:
+    """TensorFlow's variable in one of Keras's, or what there is."""
+    known = source.source if isinstance(source, Unnamed) else source
+    return getattr(known, "_value", known)
+
+
+def _times(gradient: Any, factor: float) -> Any:
+    if gradient is None or factor == 1.0:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        values = gradient.values * tf.cast(factor, gradient.values.dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
+
+
+def _register_local_var(self: Any, var: Any) -> None:
+    """Leave the gradients of ``var`` as they are on each worker."""
+    self._bpsx_exchange.keep_local(var)
+
+
+class PartialExchange(Exchange):
+    """Sums or averages of all gradients but those of local variables; all times ``factor``.
+
+    ``scale_local``: local gradients are divided by the number of workers. Workers must agree on
+    which variables are local. Raises :class:`ConfigError`.
+    """
+
+    methods: ClassVar[dict[str, Callable[..., Any]]] = {"register_local_var": _register_local_var}
+
+    def __init__(
+        self, verb: str, average: bool, compression: type[Compressor], sparse_as_dense: bool,
+        anew: bool = True, factor: float = 1.0, scale_local: Any = True, local: Sequence[Any] = (),
+    ) -> None:
+        super().__init__(verb, average, compression, None, sparse_as_dense, anew)
+        check_flag(scale_local, "scale_local_gradients", verb)
+        self._factor, self._scale_local = factor, scale_local
+        self._options = verb, average, compression, sparse_as_dense, anew, factor, scale_local
+        self._local = {id(v): v for v in local}
+
+    def alike(self) -> Exchange:
+        """Another one, of the same options and local variables."""
+        return PartialExchange(*self._options, tuple(self._local.values()))
+
+    def __reduce__(self) -> Any:
+        """For copies. Raises :class:`ConfigError` if variables are local: they are known by identity."""
+        if self._local:
+            raise ConfigError(f"{self._verb}: with local variables it can be neither pickled nor deeply "
+                              "copied: make another one of an optimizer, and register its variables")
+        return PartialExchange, self._options
+
+    def keep_local(self, variable: Any) -> None:
+        """Leave the gradients of ``variable`` as they are. Raises :class:`ConfigError`."""
+        if not hasattr(variable, "assign"):
+            raise ConfigError(f"{self._verb}: {variable!r} is to be local; a variable is needed")
+        known = _variable(variable)
+        self._local[id(known)] = known
+
+    def is_local(self, variable: Any) -> bool:
+        """Whether the gradients of ``variable`` stay as they are."""
+        return id(_variable(variable)) in self._local
+
+    def check_async(self) -> None:
+        """Raise :class:`ConfigError` for what only gradients can have, where weights travel."""
+        super().check_async()
+        if self._local or self._factor != 1.0:
+            what = "local variables" if self._local else "sums of several passes"
+            raise ConfigError(f"{self._verb}: with BYTEPS_ENABLE_ASYNC=1 weights travel and no "
+                              f"gradients: leave {what} out (average_aggregated_gradients=True)")
+
+    def __call__(
+        self, gradients: Sequence[Any], sources: Sequence[Any], rate: Any = None,
+        momentum: Momentum | None = None, among: Sequence[Any] | None = None,
+        instead: Mapping[int, Any] | None = None,
+    ) -> list[Any]:
+        """As :meth:`Exchange.__call__`."""
+        shared = [i for i, source in enumerate(sources) if not self.is_local(source)]
+        given = {place: instead[i] for place, i in enumerate(shared) if instead and i in instead}
+        known = among if among is None else [v for v in among if not self.is_local(v)]
+        exchanged = super().__call__([gradients[i] for i in shared], [sources[i] for i in shared],
+                                     rate, momentum, known, given)
+        found = dict(zip(shared, exchanged, strict=True))
+        scale = 1 / _adapter.session().size if self._scale_local else 1.0
+        for i, gradient in enumerate(gradients):
+            if i not in found:
+                own = (instead or {}).get(i) if gradient is None else gradient
+                found[i] = _times(own, scale)
+        return [_times(found[i], self._factor) for i in range(len(sources))]

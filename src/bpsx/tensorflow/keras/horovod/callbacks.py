@@ -1,0 +1,110 @@
+"""Horovod's callbacks for Keras: those of :mod:`bpsx.tensorflow.keras.callbacks` in its forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+
+from bpsx import _adapter
+from bpsx.errors import ConfigError
+from bpsx.tensorflow.horovod.job import refuse_elastic
+from bpsx.tensorflow.keras import callbacks as ours
+from bpsx.tensorflow.keras.callbacks import MetricAverageCallback
+
+__all__ = [
+    "BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback", "MetricAverageCallback",
+]
+
+
+class BroadcastGlobalVariablesCallback(ours.BroadcastGlobalVariablesCallback):
+    """As bpsx's; ``local_variables``, a variable or some, keep the worker's own values."""
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        super().__init__(root_rank, device)
+        single = hasattr(local_variables, "assign")
+        given = [local_variables] if single else local_variables if local_variables is not None else []
+        for variable in given if isinstance(given, Iterable) else [given]:
+            self.register_local_var(variable)
+
+    def register_local_var(self, var: Any) -> None:
+        """Do not broadcast ``var``. Raises :class:`~bpsx.errors.ConfigError` for no variable."""
+        if not hasattr(var, "assign"):
+            raise ConfigError(f"BroadcastGlobalVariablesCallback: local_variables: {var!r} is no "
+                              "variable; a list of variables is needed")
+        self.keep(var)
+
+
+class LearningRateScheduleCallback(ours.LearningRateScheduleCallback):
+    """As bpsx's, but that ``initial_lr`` is needed, and a number as ``multiplier`` is a decay.
+
+    The rate is then ``initial_lr * multiplier ** (epoch - start_epoch)``.
+    """
+
+    def __init__(
+        self, initial_lr: float, multiplier: float | Callable[[float], float], start_epoch: int = 0,
+        end_epoch: int | None = None, staircase: bool = True, momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        _check_initial(type(self).__name__, initial_lr)
+        decay = multiplier
+        if not callable(decay):
+            ours.check_number(type(self).__name__, "multiplier", decay, 0,
+                              "numbers from 0, and functions of the epoch")
+
+            def multiplier(epoch: float) -> float:
+                return float(decay ** (epoch - start_epoch))
+
+        super().__init__(multiplier, start_epoch, end_epoch, staircase, momentum_correction,
+                         steps_per_epoch, initial_lr)
+
+
+class LearningRateWarmupCallback(ours.LearningRateWarmupCallback):
+    """As bpsx's, but that ``initial_lr`` is needed, and ``verbose`` is for worker 0."""
+
+    def __init__(
+        self, initial_lr: float, warmup_epochs: float = 5, momentum_correction: bool = True,
+        steps_per_epoch: int | None = None, verbose: int = 0,
+    ) -> None:
+        _check_initial(type(self).__name__, initial_lr)
+        super().__init__(warmup_epochs, momentum_correction, steps_per_epoch, verbose, initial_lr)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """As bpsx's."""
+        super().on_train_begin(logs)
+        if _adapter.session().rank != 0:
+            self.verbose = 0
+
+
+def _check_initial(what: str, initial_lr: Any) -> None:
+    if initial_lr is None:
+        raise ConfigError(f"{what}: initial_lr=None: a number from 0 is needed")
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
+    """Keras's ``ModelCheckpoint`` of the best model, whose ``filepath`` is set before training."""
+
+    def __init__(
+        self, monitor: str = "val_loss", verbose: int = 0, save_weights_only: bool = False,
+        mode: str = "auto", save_freq: Any = "epoch",
+    ) -> None:
+        # Keras wants a path with the right ending; there is none yet.
+        super().__init__("none.weights.h5" if save_weights_only else "none.keras", monitor, verbose,
+                         save_best_only=True, save_weights_only=save_weights_only, mode=mode,
+                         save_freq=save_freq)
+        self.filepath = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Raise :class:`~bpsx.errors.ConfigError` if there is no ``filepath``."""
+        if self.filepath is None:
+            raise ConfigError("BestModelCheckpoint: where is the model to be saved? Set its filepath, "
+                              "or take keras.callbacks.ModelCheckpoint(path, save_best_only=True)")
+        super().on_train_begin(logs)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("CommitStateCallback", "UpdateBatchStateCallback", "UpdateEpochStateCallback"):
+        refuse_elastic()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,83 @@
+"""DistributedOptimizer for Keras in Horovod's forms, and loading models that have one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+from bpsx._adapter import checked_passes
+from bpsx.errors import ConfigError
+from bpsx.horovod import ProcessSet, ReduceOp, global_process_set
+from bpsx.tensorflow.compression import Compression, Compressor
+from bpsx.tensorflow.horovod.training import made_exchange, weights_of
+from bpsx.tensorflow.keras import saving
+from bpsx.tensorflow.keras.optimizer import check_optimizer, distributed, set_passes
+
+_Groups: TypeAlias = int | Sequence[Sequence[Any]] | None
+
+
+def DistributedOptimizer(  # noqa: N802  (Horovod's name)
+    optimizer: Any, name: str | None = None, device_dense: str = "", device_sparse: str = "",
+    compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0, op: ReduceOp = ReduceOp.Average,
+    backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
+    num_groups: int = 0, groups: _Groups = None, process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """:func:`bpsx.tensorflow.keras.DistributedOptimizer`, with Horovod's arguments.
+
+    ``backward_passes_per_step``: Keras's ``gradient_accumulation_steps``, which it sets; the sum of
+    so many steps' gradients is averaged over workers and applied in the last of them, and with
+    ``average_aggregated_gradients`` their mean. ``register_local_var`` of the result takes a
+    variable whose gradients stay the worker's own, divided by ``size()`` with
+    ``scale_local_gradients``. Checked, and of no influence: ``gradient_predivide_factor``,
+    ``num_groups`` and ``groups``. ``name``, ``device_dense`` and ``device_sparse`` are ignored.
+
+    Raises :class:`~bpsx.errors.ConfigError`.
+    """
+    verb = "DistributedOptimizer"
+    check_optimizer(optimizer)
+    passes = checked_passes(backward_passes_per_step, verb)
+    exchange = made_exchange(
+        verb, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups, groups,
+        process_set, scale_local_gradients,
+        factor=1.0 if average_aggregated_gradients else float(passes))      # Keras divides by passes
+    set_passes(optimizer, passes)
+    return distributed(optimizer, exchange)
+
+
+def PartialDistributedOptimizer(  # noqa: N802  (Horovod's name)
+    optimizer: Any, name: str | None = None, device_dense: str = "", device_sparse: str = "",
+    compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0, op: ReduceOp = ReduceOp.Average, groups: _Groups = None,
+    process_set: ProcessSet = global_process_set, local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """:func:`DistributedOptimizer` for which all weights of ``local_layers`` are local.
+
+    ``local_layers``: a layer of Keras, or a list of them.
+    """
+    local = weights_of("PartialDistributedOptimizer", local_layers)
+    made = DistributedOptimizer(
+        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense,
+        gradient_predivide_factor, op, groups=groups, process_set=process_set,
+        scale_local_gradients=scale_local_gradients)
+    for variable in local:
+        made.register_local_var(variable)
+    return made
+
+
+def load_model(
+    filepath: Any, custom_optimizers: Iterable[type] | None = None,
+    custom_objects: dict[str, Any] | None = None, compression: type[Compressor] = Compression.none,
+    legacy_opts: bool = False,
+) -> Any:
+    """:func:`bpsx.tensorflow.keras.load_model`: a saved model, whose optimizer is distributed.
+
+    Raises :class:`~bpsx.errors.ConfigError` for ``legacy_opts``: Keras 3 has no such optimizers.
+    """
+    if legacy_opts:
+        raise ConfigError(f"load_model: legacy_opts={legacy_opts!r}: Keras 3 has no legacy optimizers; "
+                          "leave it out, and save the model anew with one of keras.optimizers")
+    return saving.loaded(filepath, custom_optimizers, custom_objects,
+                         lambda optimizer: DistributedOptimizer(optimizer, compression=compression))

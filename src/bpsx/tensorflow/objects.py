@@ -1,0 +1,52 @@
+"""TensorFlow's tensors in :mod:`bpsx.objects`."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from bpsx import encoding, objects
+
+
+class _Encoder(encoding.Encoder):
+    """Tensors of eager code travel as dtype, shape and bytes."""
+
+    def _tensor(self, value: Any, where: str) -> list[Any] | None:
+        eager = isinstance(value, tf.Tensor) and not tf.is_symbolic_tensor(value)
+        if not eager or not _has_bytes(value.dtype):
+            return None
+        return [value.dtype.name, value.shape.as_list(), self._put_aside(value.numpy().tobytes(), where)]
+
+
+def _has_bytes(dtype: tf.DType) -> bool:
+    return bool(dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex)
+
+
+def _encoded(obj: Any, verb: str) -> bytes:
+    """The length of a text, the text (JSON: the value, and how long each blob is), the blobs."""
+    encoder = _Encoder(verb, exact=True)
+    text = json.dumps([encoder.encode(obj, "the object"), list(map(len, encoder.blobs))]).encode()
+    return len(text).to_bytes(8, "little") + text + b"".join(encoder.blobs)
+
+
+def _decoded(body: bytes) -> Any:
+    stream = io.BytesIO(body)
+    encoded, lengths = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    blobs = [stream.read(length) for length in lengths]
+
+    def tensor(described: list[Any]) -> tf.Tensor:
+        dtype = tf.as_dtype(described[0])
+        if not _has_bytes(dtype):
+            raise encoding.StateError(f"a tensor of the dtype {dtype.name} has arrived")
+        array = np.frombuffer(blobs[described[2]], dtype.as_numpy_dtype).reshape(described[1])
+        with tf.init_scope():       # also while a function is traced
+            return tf.constant(array, dtype)
+
+    return encoding.decode(encoded, blobs.__getitem__, tensor)
+
+
+CODEC = objects.Codec(_encoded, _decoded)

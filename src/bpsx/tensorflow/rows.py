@@ -1,0 +1,67 @@
+"""The rows of all workers, of which every worker may have another number."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from bpsx import _adapter
+from bpsx.tensorflow.raw import copies, sums
+
+
+@functools.cache
+def _capacities() -> tuple[int, ...]:
+    """All lengths that rows are filled up to: a name is never forgotten, so it needs few shapes."""
+    found = [0]
+    while found[-1] < 2**31:
+        found.append(_adapter.capacity(found[-1] + 1))
+    return tuple(found)
+
+
+def capacities(counts: tf.Tensor) -> tf.Tensor:
+    """The lengths that ``counts`` rows are filled up to; int64."""
+    steps = tf.constant(_capacities(), tf.int64)
+    return tf.gather(steps, tf.searchsorted(steps, counts))
+
+
+def filled(rows: tf.Tensor, length: tf.Tensor) -> tf.Tensor:
+    """``rows``, and zeros up to ``length`` of them."""
+    shape = tf.shape(rows, out_type=tf.int64)
+    missing = tf.maximum(length - shape[:1], 0)
+    return tf.concat([rows, tf.zeros(tf.concat([missing, shape[1:]], 0), rows.dtype)], 0)
+
+
+def counts_of(own: tf.Tensor, name: str) -> tf.Tensor:
+    """What ``own``, an int64 scalar or vector, is on each worker, by rank. One small push_pull."""
+    ours = _adapter.session()
+    mine = tf.one_hot(ours.rank, ours.size, dtype=tf.int64)
+    mine = tf.reshape(mine, [-1, *[1] * own.shape.rank]) * own[None]
+    return sums([mine], [name], average=False)[0]
+
+
+def gathered(parts: Sequence[tf.Tensor], names: Sequence[str], counts: tf.Tensor) -> list[list[tf.Tensor]]:
+    """For each of ``parts``, the rows of all workers, by rank.
+
+    ``parts``: tensors of as many rows as ``counts`` says for this worker; ``counts``: int64, of all
+    workers, as :func:`counts_of` gives it. On the wire: ``name + ".R"`` for each worker R with rows.
+    """
+    ours = _adapter.session()
+    lengths = capacities(counts)
+    found: list[list[tf.Tensor]] = [[] for _ in parts]
+    for root in range(ours.size):
+        full = [filled(rows if root == ours.rank else rows[:0], lengths[root:root + 1]) for rows in parts]
+        got = _rows_of(root, counts[root], full, [f"{name}.{root}" for name in names])
+        for each, rows in zip(found, got, strict=True):
+            each.append(rows[:counts[root]])
+    return found
+
+
+def _rows_of(root: int, count: tf.Tensor, parts: list[tf.Tensor], names: list[str]) -> list[tf.Tensor]:
+    """What ``parts`` are on worker ``root``.
+
+    Where it has no rows nobody asks it for any: it may have called ``join()``.
+    """
+    return list(tf.cond(count > 0, lambda: copies(parts, names, root),
+                        lambda: [tf.identity(part) for part in parts]))
