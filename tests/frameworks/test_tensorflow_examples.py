@@ -69,7 +69,8 @@ def test_synthetic_benchmark(model: str) -> None:
 
 @pytest.mark.parametrize(("name", "module", "ours"), [
     ("tensorflow", "byteps.tensorflow", "bpsx.tensorflow"), ("tensorflow_v1", "byteps.tensorflow", "bpsx.tensorflow"),
-    ("keras", "horovod.keras", "bpsx.keras"),
+    ("keras", "byteps.keras", "bpsx.keras"), ("horovod_tensorflow", "horovod.tensorflow", "bpsx.tensorflow.horovod"),
+    ("horovod_keras", "horovod.keras", "bpsx.keras.horovod"),
 ])
 def test_scripts_train_with_the_import_changed(name: str, module: str, ours: str) -> None:
     before, after = ((MIGRATING / f"{name}_{which}.py").read_text() for which in ("before", "after"))

@@ -1,8 +1,8 @@
-"""Learns to read made-up digits, with Horovod and Keras."""
+"""Learns to read made-up digits, with BytePS and Keras."""
 
 import argparse
 
-import horovod.keras as hvd
+import byteps.keras as bps
 import keras
 import numpy as np
 import tensorflow as tf
@@ -12,10 +12,10 @@ parser.add_argument("--batch-size", type=int, default=32)
 parser.add_argument("--epochs", type=int, default=6)
 args = parser.parse_args()
 
-hvd.init()
+bps.init()
 gpus = tf.config.experimental.list_physical_devices("GPU")
 if gpus:
-    tf.config.experimental.set_visible_devices(gpus[hvd.local_rank()], "GPU")
+    tf.config.experimental.set_visible_devices(gpus[bps.local_rank()], "GPU")
 
 
 def digits(count, seed):
@@ -26,7 +26,7 @@ def digits(count, seed):
     return (patterns[target] + 0.7 * source.normal(size=(count, 28, 28, 1))).astype(np.float32), target
 
 
-x_train, y_train = (part[hvd.rank()::hvd.size()] for part in digits(1024, seed=1))
+x_train, y_train = (part[bps.rank()::bps.size()] for part in digits(1024, seed=1))
 x_test, y_test = digits(256, seed=2)
 
 model = keras.Sequential([
@@ -36,19 +36,19 @@ model = keras.Sequential([
     keras.layers.Dense(32, activation="relu"),
     keras.layers.Dense(10),
 ])
-scaled_lr = 0.02 * hvd.size()
-optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(scaled_lr, momentum=0.5))
+scaled_lr = 0.02 * bps.size()
+optimizer = bps.DistributedOptimizer(keras.optimizers.SGD(scaled_lr, momentum=0.5))
 model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), optimizer=optimizer, metrics=["accuracy"])
 
 callbacks = [
-    hvd.callbacks.BroadcastGlobalVariablesCallback(0),
-    hvd.callbacks.MetricAverageCallback(),
-    hvd.callbacks.LearningRateWarmupCallback(initial_lr=scaled_lr, warmup_epochs=3, verbose=1),
+    bps.callbacks.BroadcastGlobalVariablesCallback(0),
+    bps.callbacks.MetricAverageCallback(),
+    bps.callbacks.LearningRateWarmupCallback(initial_lr=scaled_lr, warmup_epochs=3, verbose=1),
 ]
 history = model.fit(x_train, y_train, batch_size=args.batch_size, callbacks=callbacks, epochs=args.epochs, verbose=0).history
 for epoch, (loss, right) in enumerate(zip(history["loss"], history["accuracy"])):
-    if hvd.rank() == 0:
+    if bps.rank() == 0:
         print(f"epoch {epoch}: loss {loss:.4f}, {right:.1%} right", flush=True)
 score = model.evaluate(x_test, y_test, verbose=0)
 total = sum(float(np.sum(w, dtype=np.float64)) for w in model.get_weights())
-print(f"worker {hvd.rank()}: weights add up to {total!r}", flush=True)
+print(f"worker {bps.rank()}: weights add up to {total!r}", flush=True)
