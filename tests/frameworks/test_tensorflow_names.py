@@ -21,6 +21,7 @@ if WORKER:
     import tensorflow as tf
 
     import bpsx.tensorflow as bps
+    import bpsx.tensorflow.horovod as hvd
     import bpsx.tensorflow.keras as bpk
     from bpsx.tensorflow.distribute import MirroredStrategy
     from bpsx.tensorflow.xla import UnsupportedCompilation
@@ -287,7 +288,22 @@ def job_async() -> Any:
         except ConfigError as e:
             told.append(str(e))
     found["refused"] = told
+    found["horovod"] = horovod_in_async()
     return found
+
+
+def horovod_in_async() -> list[str]:
+    """What Horovod's names refuse, where servers have weights and no sums."""
+    local, passes = (hvd.DistributedOptimizer(keras.optimizers.SGD(0.0), backward_passes_per_step=n) for n in (1, 2))
+    variables = [tf.Variable([1.0], name=f"horovod {i}") for i in range(2)]
+    local.register_local_var(variables[0])
+    x, told = tf.ones(4), []
+    for call in (lambda: hvd.allreduce(x), lambda: hvd.reducescatter(x), lambda: hvd.allgather(x), lambda: hvd.alltoall(x),
+                 lambda: local.apply([tf.ones(1)], variables[:1]), lambda: passes.apply([tf.ones(1)], variables[1:])):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        told.append(str(caught.value))
+    return told
 
 
 JOBS = [name for name in dir() if name.startswith("job_")]
@@ -367,4 +383,6 @@ def test_asynchronous_training(tmp_path_factory: pytest.TempPathFactory) -> None
         assert found["alike"] == [1.0, 100.0]
         assert found["saved"] == ["async_saved"] and found["restored"] == 5.0
         assert found["metrics"] == [1.5, 1.5]
+        assert len(found["horovod"]) == 6 and all("BYTEPS_ENABLE_ASYNC=1" in text for text in found["horovod"])
+        assert "local variables" in found["horovod"][4] and "sums of several passes" in found["horovod"][5]
         assert len(found["refused"]) == 2 and "dense tensor" in found["refused"][0] and "use DistributedOptimizer" in found["refused"][1]

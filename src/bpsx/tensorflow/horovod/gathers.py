@@ -47,7 +47,13 @@ def _gathered(tensor: tf.Tensor, wire: str) -> tf.Tensor:
 
 
 def _rows(name: str, tensor: Any, named: str | None) -> tuple[tf.Tensor, str]:
-    """A tensor whose number of rows may differ between workers, and its name on the wire."""
+    """A tensor whose number of rows may differ between workers, and its name on the wire.
+
+    Raises :class:`ConfigError` in asynchronous training, where no sum says how many there are.
+    """
+    if _adapter.session().config.asynchronous:
+        raise ConfigError(f"{name}: with BYTEPS_ENABLE_ASYNC=1 servers add to values that they keep, and "
+                          "numbers of rows cannot be told; use broadcast from each worker in turn")
     dense = checked_tensor(name, tensor, named, rows=True)
     wire = wire_name(name, named, dense, rows=True)
     check_bytes(dense, wire)

@@ -175,10 +175,14 @@ def _own_rows(whole: tf.Tensor) -> tf.Tensor:
     """
     ours = _adapter.session()
     count = whole.shape[0] if whole.shape[0] is not None else tf.shape(whole)[0]
-    rows, more = count // ours.size, count % ours.size
-    first = ours.rank * rows + tf.minimum(ours.rank, more)
-    own = whole[first:first + rows + tf.cast(ours.rank < more, tf.int32)]
-    return with_gradient_times(own, ours.size)
+    first, end = (_first_row(count, rank, ours.size) for rank in (ours.rank, ours.rank + 1))
+    return with_gradient_times(whole[first:end], ours.size)
+
+
+def _first_row(count: Any, rank: int, size: int) -> Any:
+    """The number of rows of lower ranks; an integer if ``count`` is one."""
+    more = count % size
+    return count // size * rank + (min(rank, more) if isinstance(count, int) else tf.minimum(rank, more))
 
 
 def _scattered(tensors: Sequence[Any], names: Sequence[str | None], how: How,
