@@ -30,7 +30,10 @@ def sums(tensors: Sequence[tf.Tensor], names: Sequence[str], *, average: bool, p
     if xla.is_compiled():
         return _compiled(tensors, lambda given: xla.call(given, known, urgent, rate, average, -1),
                          lambda gradients: _sums_of_gradients(gradients, known, average, urgent))
-    rate = tf.cast(rate, tf.float64) if rate is not None else _no_rate() if tf.executing_eagerly() else -1.0
+    if rate is None:
+        rate = _no_rate() if tf.executing_eagerly() else -1.0
+    else:       # tf.cast alone makes a float32 of a number first
+        rate = tf.constant(rate, tf.float64) if isinstance(rate, (int, float)) else tf.cast(rate, tf.float64)
 
     def of(part: slice) -> list[tf.Tensor]:
         return library.push_pull(list(tensors[part]), rate, known[part], urgent[part], average)

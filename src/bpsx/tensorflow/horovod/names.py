@@ -51,6 +51,6 @@ def with_gradient_times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
 
     @tf.custom_gradient     # type: ignore[untyped-decorator]
     def same(given: tf.Tensor) -> Any:
-        return tf.identity(given), lambda g: g * tf.cast(factor, g.dtype)
+        return tf.identity(given), lambda g: g * tf.constant(factor, g.dtype)
 
     return same(tensor)

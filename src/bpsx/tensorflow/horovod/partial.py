@@ -32,9 +32,9 @@ def _times(gradient: Any, factor: float) -> Any:
     if gradient is None or factor == 1.0:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values * tf.cast(factor, gradient.values.dtype)
+        values = gradient.values * tf.constant(factor, gradient.values.dtype)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
+    return gradient * tf.constant(factor, gradient.dtype)
 
 
 def _register_local_var(self: Any, var: Any) -> None:

@@ -42,8 +42,8 @@ def _scaled(tensor: tf.Tensor, factor: float) -> tf.Tensor:
     if factor == 1.0:
         return tensor
     if tensor.dtype.is_floating:
-        return tensor * tf.cast(factor, tensor.dtype)
-    return tf.cast(tf.cast(tensor, tf.float64) * factor, tensor.dtype)
+        return tensor * tf.constant(factor, tensor.dtype)
+    return tf.cast(tf.cast(tensor, tf.float64) * tf.constant(factor, tf.float64), tensor.dtype)
 
 
 def _averages_here(tensor: tf.Tensor, how: How) -> bool:
