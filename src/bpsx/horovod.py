@@ -89,9 +89,9 @@ def how_to(verb: str, op: ReduceOp, prescale: Any, postscale: Any, instead: str)
         if not isinstance(factor, numbers.Real):
             raise ConfigError(f"{verb}: {argument} must be a number, not {factor!r}")
     if _adapter.session().config.asynchronous:
-        raise ConfigError(f"{verb}: with BYTEPS_ENABLE_ASYNC=1 servers add to values that they keep, "
-                          f"and a sum over the workers there is not; use {instead}, which says what "
-                          "it does then")
+        raise ConfigError(f"{verb}: with BYTEPS_ENABLE_ASYNC=1 servers add to values that they "
+                          f"keep, and a sum over the workers there is not; use {instead}, which "
+                          "says what it does then")
     return How(verb, op, float(prescale), float(postscale))
 
 
@@ -150,8 +150,9 @@ def check_process_set(process_set: Any, argument: str = "process_set", instead: 
         raise ConfigError(f"{argument}={process_set!r}: a ProcessSet is needed, not "
                           f"{type(process_set).__name__}; leave it out for all workers")
     if process_set.ranks is not None and process_set.ranks != list(range(api.size())):
-        raise ConfigError(f"{argument}={process_set}: these are not all {api.size()} workers, and a sum "
-                          f"over summation servers takes all of them{instead and f'; {instead}'}")
+        more = f"; {instead}" if instead else ""
+        raise ConfigError(f"{argument}={process_set}: these are not all {api.size()} workers, and "
+                          f"a sum over summation servers takes all of them{more}")
 
 
 def checked_process_set(process_set: ProcessSet | Sequence[int], instead: str) -> ProcessSet:
@@ -164,8 +165,9 @@ def checked_process_set(process_set: ProcessSet | Sequence[int], instead: str) -
 def init(begin: Callable[[], None], comm: Any, process_sets: Any, instead: str) -> None:
     """Check Horovod's arguments of ``init`` and call ``begin``, the framework's own ``init``."""
     if comm is not None and (not isinstance(comm, Sequence) or comm):
-        raise ConfigError("init: comm: the job's workers are those that the launcher has started; leave "
-                          f"comm out{instead and f', and {instead}'}")
+        more = f", and {instead}" if instead else ""
+        raise ConfigError("init: comm: the job's workers are those that the launcher has started; "
+                          f"leave comm out{more}")
     begin()
     if process_sets is not None and process_sets != "dynamic":
         for process_set in process_sets:
@@ -206,9 +208,9 @@ def refuse_elastic(suspending: str) -> NoReturn:
     """Raise :class:`ConfigError`. ``suspending``: the framework's module with ``suspend()``."""
     raise ConfigError(
         "hvd.elastic: nothing is restarted behind a script's back: a worker that is lost is a "
-        "bpsx.PeerLostError on all others, and torchrun --max-restarts starts the job again, from a "
-        f"checkpoint; for a planned change of size there are {suspending}.suspend() and resume(). "
-        "See the table \"From Horovod\" in docs/migrating.md")
+        "bpsx.PeerLostError on all others, and torchrun --max-restarts starts the job again, from "
+        f"a checkpoint; for a planned change of size there are {suspending}.suspend() and "
+        "resume(). See the table \"From Horovod\" in docs/migrating.md")
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
@@ -247,10 +249,11 @@ def checked_training_op(verb: str, op: Any, predivide: Any) -> ReduceOp:
     """
     kind = check_adds(verb, checked_op(verb, op))
     if not isinstance(predivide, numbers.Real) or not float(predivide) > 0:
-        raise ConfigError(f"{verb}: gradient_predivide_factor={predivide!r}: a number above 0 is needed")
+        raise ConfigError(f"{verb}: gradient_predivide_factor={predivide!r}: a number above 0 is "
+                          "needed")
     if predivide != 1.0 and kind is not ReduceOp.Average:
-        raise ConfigError(f"{verb}: gradient_predivide_factor divides an average in two steps; with "
-                          f"op=hvd.{kind.name} leave it out")
+        raise ConfigError(f"{verb}: gradient_predivide_factor divides an average in two steps; "
+                          f"with op=hvd.{kind.name} leave it out")
     return kind
 
 
@@ -285,14 +288,15 @@ def checked_splits(splits: Any, size: int, rows: int | None, shown: Any = None) 
     """
     if splits is None:
         if rows is None or rows % size:
-            raise ConfigError(f"alltoall: {rows} rows cannot be divided evenly among {size} workers; "
-                              "give splits")
+            raise ConfigError(f"alltoall: {rows} rows cannot be divided evenly among {size} "
+                              "workers; give splits")
         return [rows // size] * size
     given = list(splits) if isinstance(splits, Iterable) else []
     numbers_ = [n for n in map(_adapter.integer, given) if n is not None and n >= 0]
     too_many = rows is not None and sum(numbers_) > rows
     if len(given) != size or len(numbers_) != size or too_many:
         limit = "" if rows is None else f", of at most {rows} rows together"
-        raise ConfigError(f"alltoall: splits={splits if shown is None else shown!r}: {size} integers "
-                          f"from 0, one for each worker{limit} are needed")
+        seen = splits if shown is None else shown
+        raise ConfigError(f"alltoall: splits={seen!r}: {size} integers from 0, one for each "
+                          f"worker{limit} are needed")
     return numbers_

@@ -95,7 +95,8 @@ def all_gather_object(obj: Any, name: str | None, codec: Codec, verb: str) -> li
     for rank, each in enumerate(messages):
         if each[:1] == _ERROR:
             raise ObjectError(f"worker {rank}: {each[1:].decode(errors='replace')}")
-    copies = [_unpack(m, verb, where, call, rank, rank == ours.rank, codec) for rank, m in enumerate(messages)]
+    copies = [_unpack(message, verb, where, call, rank, rank == ours.rank, codec)
+              for rank, message in enumerate(messages)]
     return [obj if rank == ours.rank else copy for rank, copy in enumerate(copies)]
 
 
@@ -113,16 +114,19 @@ def _pack(obj: Any, verb: str, where: str, call: int, codec: Codec) -> bytes:
     try:
         if _adapter.proof(_PURPOSE) is None:
             return _ERROR + (f"{problem}. Other objects are pickled, which needs a job secret: set "
-                             "BPSX_SECRET on all processes, or start the job with bpsx-run --local, "
-                             "which makes one").encode()
+                             "BPSX_SECRET on all processes, or start the job with bpsx-run "
+                             "--local, which makes one").encode()
         body = pickle.dumps(obj)
         return _PICKLED + (_proof(where, call, _adapter.session().rank, body) or b"") + body
     except Exception as e:      # __reduce__ and its like may raise anything
         kind = type(obj).__name__
-        return _ERROR + f"{verb}: {kind} cannot be pickled: {type(e).__name__}: {e}".encode(errors="replace")
+        text = f"{verb}: {kind} cannot be pickled: {type(e).__name__}: {e}"
+        return _ERROR + text.encode(errors="replace")
 
 
-def _unpack(message: bytes, verb: str, where: str, call: int, sender: int, ours: bool, codec: Codec) -> Any:
+def _unpack(
+    message: bytes, verb: str, where: str, call: int, sender: int, ours: bool, codec: Codec,
+) -> Any:
     """The object in a message. If it is this worker's own (``ours``) nothing is made of it.
 
     Raises :class:`ObjectError`.
@@ -137,8 +141,9 @@ def _unpack(message: bytes, verb: str, where: str, call: int, sender: int, ours:
     proof, pickled = body[:_PROOF_BYTES], body[_PROOF_BYTES:]
     expected = _proof(where, call, sender, pickled)
     if kind != _PICKLED or expected is None or not hmac.compare_digest(proof, expected):
-        raise ObjectError(f"{verb}: what has arrived from worker {sender} does not prove that it knows the "
-                          "job secret and was made for this call; it has not been unpickled")
+        raise ObjectError(f"{verb}: what has arrived from worker {sender} does not prove that it "
+                          "knows the job secret and was made for this call; it has not been "
+                          "unpickled")
     try:
         return pickle.loads(pickled)
     except Exception as e:
@@ -163,7 +168,7 @@ def _begun(array: np.ndarray, name: str, root: int) -> Handle:
 
 
 def _room(length: int, text: bytes) -> np.ndarray:
-    """Memory for ``length`` bytes, with ``text`` at its beginning: a name must not get many shapes."""
+    """Memory for ``length`` bytes, of one of few sizes, with ``text`` at its beginning."""
     body = np.zeros(capacity(length), np.uint8)
     body[:len(text)] = np.frombuffer(text, np.uint8)
     return body
@@ -186,7 +191,8 @@ def gather_bytes(text: bytes, name: str) -> list[bytes]:
     lengths = [np.array([len(text)], np.int64) for _ in range(ours.size)]
     for handle in [_begun(n, f"{name}.length.{root}", root) for root, n in enumerate(lengths)]:
         handle.wait()
-    bodies = [_room(int(n[0]), text if root == ours.rank else b"") for root, n in enumerate(lengths)]
+    bodies = [_room(int(length[0]), text if root == ours.rank else b"")
+              for root, length in enumerate(lengths)]
     begun = [_begun(body, f"{name}.{root}", root) for root, body in enumerate(bodies) if len(body)]
     for handle in begun:
         handle.wait()

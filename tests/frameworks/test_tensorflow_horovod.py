@@ -43,7 +43,9 @@ def integers(rank: int) -> np.ndarray:
 
 
 def typed(rank: int, dtype: str) -> np.ndarray:
-    return (np.arange(4) + rank) % 2 == 0 if dtype == "bool" else (np.arange(4) + rank).astype(dtype)
+    return (
+        (np.arange(4) + rank) % 2 == 0 if dtype == "bool" else (np.arange(4) + rank).astype(dtype)
+    )
 
 
 def traced(function: Any) -> Any:
@@ -57,18 +59,27 @@ MOST = 40
 
 # ---- sums
 
+
 def job_allreduce() -> Any:
     x, n, found = mine(), tf.constant(integers(hvd.rank())), {}
     for way, run in (("eager", lambda f: f()), ("traced", traced)):
         for name in OPS:
             op = getattr(hvd, name)
-            found[name, way] = run(lambda op=op, name=name: hvd.allreduce(x, op=op, name=f"op.{name}"))
-        found["scaled", way] = run(lambda: hvd.allreduce(
-            x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0, name="scaled"))
-        found["fp16", way] = run(lambda: hvd.allreduce(x, compression=hvd.Compression.fp16, name="half"))
+            found[name, way] = run(
+                lambda op=op, name=name: hvd.allreduce(x, op=op, name=f"op.{name}")
+            )
+        found["scaled", way] = run(
+            lambda: hvd.allreduce(
+                x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0, name="scaled"
+            )
+        )
+        found["fp16", way] = run(
+            lambda: hvd.allreduce(x, compression=hvd.Compression.fp16, name="half")
+        )
         found["integers", way] = run(lambda: hvd.allreduce(n, name="n"))
-        found["integers scaled", way] = run(lambda: hvd.allreduce(
-            n, op=hvd.Sum, prescale_factor=0.5, name="n scaled"))
+        found["integers scaled", way] = run(
+            lambda: hvd.allreduce(n, op=hvd.Sum, prescale_factor=0.5, name="n scaled")
+        )
         group = run(lambda: hvd.grouped_allreduce([x, n, x * 2], op=hvd.Sum, name="group"))
         found["group", way] = group[2]
         assert [t.dtype for t in group] == [tf.float64, tf.int64, tf.float64]
@@ -86,7 +97,7 @@ def job_allreduce() -> Any:
 
 
 def job_slices() -> Any:
-    """IndexedSlices of as many rows as the rank, in eager code and in a function; their gradient."""
+    """IndexedSlices of as many rows as the rank, in eager code and in functions; a gradient."""
     rank = hvd.rank()
     rows = tf.constant(given(rank, rank, 2))
     slices = tf.IndexedSlices(rows, tf.range(rank), tf.constant([4, 2]))
@@ -116,41 +127,52 @@ def job_unnamed() -> Any:
         hvd.allgather(mine(1 + (step + hvd.rank()) % 4, 2))
         hvd.broadcast(mine(2), 0)
         hvd.reducescatter(mine(5))
-        hvd.alltoall(mine(WORKERS + step % 3)[step % 3:])
+        hvd.alltoall(mine(WORKERS + step % 3)[step % 3 :])
         declared.append(len(_adapter.session()._declared))
     return declared
 
 
 # ---- who has what
 
+
 def job_gathers() -> Any:
     rank, found = hvd.rank(), {}
     for way, run in (("eager", lambda f: f()), ("traced", traced)):
-        x = mine(rank, 2)           # worker 0 has no rows
+        x = mine(rank, 2)  # worker 0 has no rows
         found["allgather", way] = run(lambda x=x: hvd.allgather(x, name="rows"))
         pair = run(lambda x=x: hvd.grouped_allgather([x, 2 * x], name="two"))
         found["grouped allgather", way] = pair[1]
         found["broadcast", way] = run(lambda: hvd.broadcast(mine(), 1, name="b"))
         whole = mine(5, 2)
-        found["reducescatter", way] = run(lambda w=whole: hvd.reducescatter(w, op=hvd.Sum, name="r"))
+        found["reducescatter", way] = run(
+            lambda w=whole: hvd.reducescatter(w, op=hvd.Sum, name="r")
+        )
         group = run(lambda w=whole: hvd.grouped_reducescatter([w, w], postscale_factor=2.0))
         found["grouped reducescatter", way] = group[1]
         even = mine(2 * WORKERS, 3)
         found["alltoall", way] = run(lambda e=even: hvd.alltoall(e, name="even"))
         splits = [(rank + r) % 3 for r in range(WORKERS)]
-        rows = mine(sum(splits) + 1, 2)     # the last one stays
+        rows = mine(sum(splits) + 1, 2)  # the last one stays
         pair = run(lambda r=rows, s=splits: hvd.alltoall(r, s, name="uneven"))
         found["uneven", way], found["received", way] = pair
         assert pair[1].dtype == tf.int32
-    later = tf.function(hvd.alltoall, input_signature=[
-        tf.TensorSpec([None, 2], tf.float64), tf.TensorSpec([None], tf.int64)])
-    found["uneven", "later"], found["received", "later"] = later(rows, tf.constant(splits, tf.int64))
+    later = tf.function(
+        hvd.alltoall,
+        input_signature=[tf.TensorSpec([None, 2], tf.float64), tf.TensorSpec([None], tf.int64)],
+    )
+    found["uneven", "later"], found["received", "later"] = later(
+        rows, tf.constant(splits, tf.int64)
+    )
     evenly = tf.function(hvd.alltoall, input_signature=[tf.TensorSpec([None, 3], tf.float64)])
     found["alltoall", "later"] = evenly(even)
     types = {}
     for dtype in PASSED_ON:
         x = tf.constant(typed(rank, dtype))
-        results = [hvd.allgather(x[:rank + 1]), hvd.broadcast(x, 2), hvd.alltoall(x, [1] * WORKERS)[0]]
+        results = [
+            hvd.allgather(x[: rank + 1]),
+            hvd.broadcast(x, 2),
+            hvd.alltoall(x, [1] * WORKERS)[0],
+        ]
         types[dtype] = [(t.dtype.name, t.numpy().tolist()) for t in results]
     return {key: value.numpy() for key, value in found.items()}, types
 
@@ -172,8 +194,13 @@ def job_variables() -> Any:
     with tf.Graph().as_default():
         variable = v1.get_variable("v", initializer=[rank])
         hook = hvd.BroadcastGlobalVariablesHook(1)
-        scalars = [hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op(),
-                   hvd.process_set_included_op()]
+        scalars = [
+            hvd.rank_op(),
+            hvd.size_op(),
+            hvd.local_rank_op(),
+            hvd.local_size_op(),
+            hvd.process_set_included_op(),
+        ]
         put = hvd.broadcast_([variable], 2)
         told = hvd.broadcast_object_fn(0)([hvd.rank()])
         with v1.train.MonitoredTrainingSession(hooks=[hook]) as session:
@@ -199,16 +226,23 @@ def job_objects() -> Any:
 
 # ---- gradients
 
+
 def losses() -> list[Any]:
     """Verbs to be differentiated."""
     rank, size = hvd.rank(), hvd.size()
     return [
-        lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25, name="g0"),
-        lambda x: hvd.allreduce(x, name="g1"), lambda x: hvd.grouped_allreduce([x, x * x], op=hvd.Sum, name="g2")[1],
-        lambda x: hvd.allgather(x[:rank + 1], name="g3"), lambda x: hvd.grouped_allgather([x, 2 * x], name="g4")[1],
-        lambda x: hvd.broadcast(x, size - 1, name="g5"), lambda x: hvd.reducescatter(x, op=hvd.Sum, name="g6"),
+        lambda x: hvd.allreduce(
+            x, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.25, name="g0"
+        ),
+        lambda x: hvd.allreduce(x, name="g1"),
+        lambda x: hvd.grouped_allreduce([x, x * x], op=hvd.Sum, name="g2")[1],
+        lambda x: hvd.allgather(x[: rank + 1], name="g3"),
+        lambda x: hvd.grouped_allgather([x, 2 * x], name="g4")[1],
+        lambda x: hvd.broadcast(x, size - 1, name="g5"),
+        lambda x: hvd.reducescatter(x, op=hvd.Sum, name="g6"),
         lambda x: hvd.reducescatter(x, postscale_factor=2.0, name="g7"),
-        lambda x: hvd.grouped_reducescatter([x, 2 * x])[1], lambda x: hvd.alltoall(x[:size], name="g9"),
+        lambda x: hvd.grouped_reducescatter([x, 2 * x])[1],
+        lambda x: hvd.alltoall(x[:size], name="g9"),
         lambda x: hvd.alltoall(x, [5 - rank] + [0] * (size - 2) + [rank], name="g10")[0],
     ]
 
@@ -218,12 +252,13 @@ def job_gradients() -> Any:
     found: dict[str, list[Any]] = {"eager": [], "traced": []}
     weights = tf.constant(given(hvd.rank(), MOST, 2, seed=7))
     for verb in losses():
+
         def gradient(verb: Any = verb) -> Any:
             x = mine(5, 2)
             with tf.GradientTape() as tape:
                 tape.watch(x)
                 y = verb(x)
-                loss = tf.reduce_sum(y * weights[:tf.shape(y)[0]])
+                loss = tf.reduce_sum(y * weights[: tf.shape(y)[0]])
             return tape.gradient(loss, x)
 
         found["eager"].append(gradient().numpy())
@@ -238,8 +273,9 @@ def job_gradients() -> Any:
 
 # ---- failures, and the end
 
+
 def job_failure() -> Any:
-    """Workers differ: an error of both kinds, on all workers; a function raises TensorFlow's own."""
+    """Workers differ: an error of both kinds, on all of them; functions raise TensorFlow's own."""
     told = []
     for kind in (hvd.HorovodInternalError, tf.errors.InvalidArgumentError, RuntimeError):
         with pytest.raises(kind) as caught:
@@ -276,12 +312,18 @@ def near(found: Any, expected: Any, tolerance: float = 1e-11) -> None:
 
 # ---- what is expected of it
 
+
 def test_allreduce(job: Finished) -> None:
     x, n = everybody(), np.stack([integers(r) for r in range(WORKERS)])
     expected = {name: np_op(x, axis=0) for name, np_op in OPS.items()} | {
-        "scaled": 1.5 * x.sum(axis=0), "default": x.mean(axis=0), "average=False": x.sum(axis=0),
-        "variable": x.mean(axis=0), "group": 2 * x.sum(axis=0),
-        "integers": np.trunc(n.sum(axis=0) / WORKERS), "integers scaled": np.trunc(n * 0.5).sum(axis=0)}
+        "scaled": 1.5 * x.sum(axis=0),
+        "default": x.mean(axis=0),
+        "average=False": x.sum(axis=0),
+        "variable": x.mean(axis=0),
+        "group": 2 * x.sum(axis=0),
+        "integers": np.trunc(n.sum(axis=0) / WORKERS),
+        "integers scaled": np.trunc(n * 0.5).sum(axis=0),
+    }
     for found, _ in each(job, "job_allreduce"):
         for (name, way), value in found.items():
             if name == "fp16":
@@ -302,7 +344,10 @@ def test_element_types(job: Finished) -> None:
         for dtype in PASSED_ON:
             arrays = [typed(r, dtype) for r in range(WORKERS)]
             rows, copy, turned = types[dtype]
-            assert rows == (dtype, np.concatenate([a[:r + 1] for r, a in enumerate(arrays)]).tolist())
+            assert rows == (
+                dtype,
+                np.concatenate([a[: r + 1] for r, a in enumerate(arrays)]).tolist(),
+            )
             assert copy == (dtype, arrays[2].tolist())
             assert turned == (dtype, [a[rank] for a in arrays])
 
@@ -328,14 +373,22 @@ def test_gathers(job: Finished) -> None:
     sums, rows = everybody(5, 2).sum(axis=0), [given(r, r, 2) for r in range(WORKERS)]
     splits = [[(r + s) % 3 for s in range(WORKERS)] for r in range(WORKERS)]
     for rank, (found, _) in enumerate(each(job, "job_gathers")):
-        uneven = [given(r, sum(splits[r]) + 1, 2)[sum(splits[r][:rank]):sum(splits[r][:rank + 1])]
-                  for r in range(WORKERS)]
+        uneven = [
+            given(r, sum(splits[r]) + 1, 2)[sum(splits[r][:rank]) : sum(splits[r][: rank + 1])]
+            for r in range(WORKERS)
+        ]
         expected = {
-            "allgather": np.concatenate(rows), "grouped allgather": 2 * np.concatenate(rows),
-            "broadcast": given(1), "reducescatter": np.array_split(sums, WORKERS)[rank],
+            "allgather": np.concatenate(rows),
+            "grouped allgather": 2 * np.concatenate(rows),
+            "broadcast": given(1),
+            "reducescatter": np.array_split(sums, WORKERS)[rank],
             "grouped reducescatter": np.array_split(2 * sums / WORKERS, WORKERS)[rank],
-            "alltoall": np.concatenate([given(r, 6, 3)[2 * rank:2 * rank + 2] for r in range(WORKERS)]),
-            "uneven": np.concatenate(uneven), "received": [row[rank] for row in splits]}
+            "alltoall": np.concatenate(
+                [given(r, 6, 3)[2 * rank : 2 * rank + 2] for r in range(WORKERS)]
+            ),
+            "uneven": np.concatenate(uneven),
+            "received": [row[rank] for row in splits],
+        }
         for (name, _), value in found.items():
             near(value, expected[name])
 
@@ -364,18 +417,28 @@ def expected_gradients(rank: int) -> list[np.ndarray]:
     x, own = given(rank, 5, 2), weights(5)
     begin, total = rank * (rank + 1) // 2, size * (size + 1) // 2
     uneven, even = np.zeros((5, 2)), np.zeros((5, 2))
-    uneven[:rank + 1] = weights(total).mean(axis=0)[begin:begin + rank + 1]
+    uneven[: rank + 1] = weights(total).mean(axis=0)[begin : begin + rank + 1]
     parts = np.array_split(x, size)
-    scattered = np.concatenate([all_weights[r, :len(part)] for r, part in enumerate(parts)])
+    scattered = np.concatenate([all_weights[r, : len(part)] for r, part in enumerate(parts)])
     even[:size] = weights(size)[:, rank]
     # of alltoall with splits: worker 0 gets 5 - r rows of each worker r, the last one r
     before, before_last = sum(5 - r for r in range(rank)), sum(range(rank))
     first, last = all_weights[0], all_weights[size - 1]
-    back = np.concatenate([first[before:before + 5 - rank], last[before_last:before_last + rank]])
+    back = np.concatenate(
+        [first[before : before + 5 - rank], last[before_last : before_last + rank]]
+    )
     return [
-        0.5 * own.sum(axis=0), own.mean(axis=0), 2 * x * own.sum(axis=0), uneven,
-        2 * weights(5 * size).mean(axis=0)[5 * rank:5 * rank + 5], own.mean(axis=0) * (rank == size - 1),
-        size * scattered, 2 * scattered, 2 * scattered, even, back,
+        0.5 * own.sum(axis=0),
+        own.mean(axis=0),
+        2 * x * own.sum(axis=0),
+        uneven,
+        2 * weights(5 * size).mean(axis=0)[5 * rank : 5 * rank + 5],
+        own.mean(axis=0) * (rank == size - 1),
+        size * scattered,
+        2 * scattered,
+        2 * scattered,
+        even,
+        back,
     ]
 
 

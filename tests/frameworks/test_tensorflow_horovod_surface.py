@@ -29,7 +29,6 @@ pytestmark = pytest.mark.timeout(300)
 PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
 
 
-
 def words(text: str) -> list[str]:
     return text.split()
 
@@ -42,23 +41,40 @@ BOTH = words("""
     broadcast_global_variables allreduce allgather broadcast reducescatter
     """)
 #: What can be imported from horovod.tensorflow 0.28.1, but for modules and its own helpers.
-TENSORFLOW = [*BOTH, *words("""
+TENSORFLOW = [
+    *BOTH,
+    *words("""
     allgather_object broadcast_object broadcast_object_fn broadcast_variables grouped_allgather
     broadcast_ alltoall is_homogeneous rank_op local_rank_op size_op local_size_op
     process_set_included_op Min Max Product handle_average_backwards_compatibility join
     SyncBatchNormalization grouped_allreduce grouped_reducescatter BroadcastGlobalVariablesHook
     DistributedGradientTape PartialDistributedGradientTape
-    """)]
+    """),
+]
 #: From horovod.keras and horovod.tensorflow.keras.
 KERAS = [*BOTH, "PartialDistributedOptimizer", "load_model", "callbacks"]
-CALLBACKS = ["BroadcastGlobalVariablesCallback", "MetricAverageCallback", "BestModelCheckpoint",
-             "LearningRateScheduleCallback", "LearningRateWarmupCallback"]
+CALLBACKS = [
+    "BroadcastGlobalVariablesCallback",
+    "MetricAverageCallback",
+    "BestModelCheckpoint",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+]
 #: Names in horovod.tensorflow that the page says are not here.
-NOT_HERE = ["check_num_rank_power_of_2", "vars_to_refs", "refs_to_vars", "LocalGradientAggregationHelper",
-            "gpu_available", "check_extension", "split_list"]
+NOT_HERE = [
+    "check_num_rank_power_of_2",
+    "vars_to_refs",
+    "refs_to_vars",
+    "LocalGradientAggregationHelper",
+    "gpu_available",
+    "check_extension",
+    "split_list",
+]
 
-TRAINING = ("compression sparse_as_dense=False op=0 gradient_predivide_factor=1.0 num_groups=0 "
-            "groups=None process_set")
+TRAINING = (
+    "compression sparse_as_dense=False op=0 gradient_predivide_factor=1.0 num_groups=0 "
+    "groups=None process_set"
+)
 REDUCED = "compression op=None prescale_factor=1.0 postscale_factor=1.0"
 DEVICES = "device_dense='' device_sparse=''"
 SCATTERED = "device_dense='' compression op=0"
@@ -66,7 +82,7 @@ FACTORS = "prescale_factor=1.0 postscale_factor=1.0"
 SIGNATURES = {
     "allreduce": f"tensor average=None {DEVICES} {REDUCED} name=None process_set ignore_name_scope=False",
     "grouped_allreduce": f"tensors average=None {DEVICES} {REDUCED} process_set ignore_name_scope=False "
-                         "name=None",
+    "name=None",
     "reducescatter": f"tensor {SCATTERED} name=None process_set ignore_name_scope=False {FACTORS}",
     "grouped_reducescatter": f"tensors {SCATTERED} process_set {FACTORS}",
     "allgather": "tensor name=None ignore_name_scope=False process_set",
@@ -78,38 +94,44 @@ SIGNATURES = {
     "broadcast_object": "obj root_rank=0 session=None name=None process_set",
     "broadcast_object_fn": "root_rank=0 session=None name=None process_set",
     "allgather_object": "obj session=None name=None process_set",
-    "size_op": "process_set_id=0 name=None", "process_set_included_op": "process_set_id=0 name=None",
-    "rank_op": "name=None", "local_rank_op": "name=None", "local_size_op": "name=None", "join": "",
-    "broadcast_global_variables": "root_rank", "BroadcastGlobalVariablesHook": "root_rank device=''",
+    "size_op": "process_set_id=0 name=None",
+    "process_set_included_op": "process_set_id=0 name=None",
+    "rank_op": "name=None",
+    "local_rank_op": "name=None",
+    "local_size_op": "name=None",
+    "join": "",
+    "broadcast_global_variables": "root_rank",
+    "BroadcastGlobalVariablesHook": "root_rank device=''",
     "DistributedGradientTape": f"gradtape {DEVICES} {TRAINING} scale_local_gradients=True",
     "PartialDistributedGradientTape": f"gradtape {DEVICES} {TRAINING} local_layers=None "
-                                      "scale_local_gradients=True",
+    "scale_local_gradients=True",
     "DistributedOptimizer": f"optimizer name=None use_locking=False {DEVICES} compression "
-                            "sparse_as_dense=False backward_passes_per_step=1 op=0 "
-                            "gradient_predivide_factor=1.0 average_aggregated_gradients=False "
-                            "num_groups=0 groups=None process_set scale_local_gradients=True",
+    "sparse_as_dense=False backward_passes_per_step=1 op=0 "
+    "gradient_predivide_factor=1.0 average_aggregated_gradients=False "
+    "num_groups=0 groups=None process_set scale_local_gradients=True",
     "keras.DistributedOptimizer": f"optimizer name=None {DEVICES} compression sparse_as_dense=False "
-                                  "gradient_predivide_factor=1.0 op=0 backward_passes_per_step=1 "
-                                  "average_aggregated_gradients=False num_groups=0 groups=None "
-                                  "process_set scale_local_gradients=True",
+    "gradient_predivide_factor=1.0 op=0 backward_passes_per_step=1 "
+    "average_aggregated_gradients=False num_groups=0 groups=None "
+    "process_set scale_local_gradients=True",
     "keras.PartialDistributedOptimizer": f"optimizer name=None {DEVICES} compression "
-                                         "sparse_as_dense=False gradient_predivide_factor=1.0 op=0 "
-                                         "groups=None process_set local_layers=None "
-                                         "scale_local_gradients=True",
+    "sparse_as_dense=False gradient_predivide_factor=1.0 op=0 "
+    "groups=None process_set local_layers=None "
+    "scale_local_gradients=True",
     "keras.allreduce": f"value name=None average=None {FACTORS} op=None compression",
-    "keras.allgather": "value name=None", "keras.broadcast": "value root_rank name=None",
+    "keras.allgather": "value name=None",
+    "keras.broadcast": "value root_rank name=None",
     "keras.reducescatter": "value name=None op=0",
     "keras.load_model": "filepath custom_optimizers=None custom_objects=None compression "
-                        "legacy_opts=False",
+    "legacy_opts=False",
     "callbacks.BroadcastGlobalVariablesCallback": "root_rank device='' local_variables=None",
     "callbacks.MetricAverageCallback": "device=''",
     "callbacks.LearningRateScheduleCallback": "initial_lr multiplier start_epoch=0 end_epoch=None "
-                                              "staircase=True momentum_correction=True "
-                                              "steps_per_epoch=None",
+    "staircase=True momentum_correction=True "
+    "steps_per_epoch=None",
     "callbacks.LearningRateWarmupCallback": "initial_lr warmup_epochs=5 momentum_correction=True "
-                                            "steps_per_epoch=None verbose=0",
+    "steps_per_epoch=None verbose=0",
     "callbacks.BestModelCheckpoint": "monitor='val_loss' verbose=0 save_weights_only=False mode='auto' "
-                                     "save_freq='epoch'",
+    "save_freq='epoch'",
 }
 
 
@@ -121,7 +143,9 @@ def signature_of(function: Any) -> str:
         if default in (inspect.Parameter.empty, hvd.Compression.none, hvd.global_process_set):
             found.append(name)
         else:
-            found.append(f"{name}={int(default) if name == 'op' and default is not None else default!r}")
+            found.append(
+                f"{name}={int(default) if name == 'op' and default is not None else default!r}"
+            )
     return " ".join(found)
 
 
@@ -146,7 +170,8 @@ def job_surface() -> Any:
         "tensorflow": [name for name in TENSORFLOW if not hasattr(hvd, name)],
         "keras": [name for name in KERAS if not hasattr(hvd_k, name)],
         "callbacks": [name for name in CALLBACKS if not hasattr(callbacks, name)],
-        "listed": [name for name in hvd.__all__ if not hasattr(hvd, name)]}
+        "listed": [name for name in hvd.__all__ if not hasattr(hvd, name)],
+    }
     return missing, signatures, sorted({*hvd.__all__, *hvd_k.__all__, *callbacks.__all__})
 
 
@@ -157,26 +182,42 @@ def refused_sets() -> list[Refusal]:
     x, some = tf.ones(4), hvd.ProcessSet([0])
     tape, sgd = tf.GradientTape(), keras.optimizers.SGD()
     subset = r"process_set=ProcessSet\(\[0\]\).*not all 2 workers, and a sum.*takes all of them$"
-    verbs = [hvd.allreduce, hvd.allgather, hvd.reducescatter, hvd.alltoall, hvd.broadcast_object,
-             hvd.allgather_object, hvd.broadcast_object_fn]
+    verbs = [
+        hvd.allreduce,
+        hvd.allgather,
+        hvd.reducescatter,
+        hvd.alltoall,
+        hvd.broadcast_object,
+        hvd.allgather_object,
+        hvd.broadcast_object_fn,
+    ]
     groups = [hvd.grouped_allreduce, hvd.grouped_allgather, hvd.grouped_reducescatter]
-    roots = [hvd.broadcast, lambda *a, **k: hvd.broadcast_([tf.Variable(x)], 0, **k),
-             lambda *a, **k: hvd.broadcast_variables([tf.Variable(x)], 0, **k)]
+    roots = [
+        hvd.broadcast,
+        lambda *a, **k: hvd.broadcast_([tf.Variable(x)], 0, **k),
+        lambda *a, **k: hvd.broadcast_variables([tf.Variable(x)], 0, **k),
+    ]
     calls: list[Callable[[], object]] = [
         *[lambda v=v: v(x, process_set=some) for v in verbs],
         *[lambda v=v: v([x], process_set=some) for v in groups],
         *[lambda v=v: v(x, 0, process_set=some) for v in roots],
-        lambda: hvd.DistributedGradientTape(tape, process_set=some), lambda: hvd.barrier(some),
+        lambda: hvd.DistributedGradientTape(tape, process_set=some),
+        lambda: hvd.barrier(some),
         lambda: hvd.PartialDistributedGradientTape(tape, process_set=some),
-        lambda: hvd.DistributedOptimizer(sgd, process_set=some), lambda: hvd.add_process_set([0]),
+        lambda: hvd.DistributedOptimizer(sgd, process_set=some),
+        lambda: hvd.add_process_set([0]),
         lambda: hvd_k.PartialDistributedOptimizer(sgd, process_set=some),
     ]
     return [
         *[(call, subset) for call in calls],
         (lambda: hvd.init(process_sets=[some]), "init: process_sets=ProcessSet"),
-        (lambda: hvd.init([0]), "init: comm"), (lambda: hvd.ProcessSet("all"), "a list of ranks"),
+        (lambda: hvd.init([0]), "init: comm"),
+        (lambda: hvd.ProcessSet("all"), "a list of ranks"),
         (lambda: hvd.allreduce(x, process_set=[0]), "a ProcessSet is needed, not list"),
-        (lambda: hvd.size_op(process_set_id=1), "process_set_id=1: 0, all workers, is the only set"),
+        (
+            lambda: hvd.size_op(process_set_id=1),
+            "process_set_id=1: 0, all workers, is the only set",
+        ),
         (lambda: hvd.process_set_included_op(7), "process_set_id=7"),
     ]
 
@@ -186,20 +227,32 @@ def refusals() -> list[Refusal]:
     slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), tf.constant([2, 2]))
     adasum = "op=hvd.Adasum: summation servers add; use op=hvd.Average"
     sgd, v1 = keras.optimizers.SGD, tf.compat.v1.train.GradientDescentOptimizer(1.0)
-    made = [lambda **k: hvd.DistributedGradientTape(tf.GradientTape(), **k),
-            lambda **k: hvd.DistributedOptimizer(sgd(), **k), lambda **k: hvd.DistributedOptimizer(v1, **k)]
+    made = [
+        lambda **k: hvd.DistributedGradientTape(tf.GradientTape(), **k),
+        lambda **k: hvd.DistributedOptimizer(sgd(), **k),
+        lambda **k: hvd.DistributedOptimizer(v1, **k),
+    ]
     return [
         *[(lambda v=v: v(x, op=hvd.Adasum), adasum) for v in (hvd.allreduce, hvd.reducescatter)],
         (lambda: hvd.grouped_allreduce([x], op=hvd.Adasum), adasum),
         *[(lambda m=m: m(op=hvd.Adasum), adasum) for m in made],
-        *[(lambda m=m: m(op=hvd.Min), "op=hvd.Min; allowed are hvd.Average and hvd.Sum") for m in made],
+        *[
+            (lambda m=m: m(op=hvd.Min), "op=hvd.Min; allowed are hvd.Average and hvd.Sum")
+            for m in made
+        ],
         *[(lambda m=m: m(gradient_predivide_factor=0), "a number above 0") for m in made],
         *[(lambda m=m: m(gradient_predivide_factor=2.0, op=hvd.Sum), "leave it out") for m in made],
         *[(lambda m=m: m(groups=-1), "groups=-1: allowed are integers from 0") for m in made],
         *[(lambda m=m: m(groups=[[x]]), "lists of variables are needed") for m in made],
         *[(lambda m=m: m(num_groups="a"), "num_groups='a'") for m in made],
-        *[(lambda m=m: m(scale_local_gradients="a"), "scale_local_gradients must be") for m in made],
-        (lambda: hvd.reducescatter(x, op=hvd.Max), "op=hvd.Max; allowed are hvd.Average and hvd.Sum"),
+        *[
+            (lambda m=m: m(scale_local_gradients="a"), "scale_local_gradients must be")
+            for m in made
+        ],
+        (
+            lambda: hvd.reducescatter(x, op=hvd.Max),
+            "op=hvd.Max; allowed are hvd.Average and hvd.Sum",
+        ),
         (lambda: hvd.allreduce(slices, op=hvd.Max), "op=hvd.Max of tf.IndexedSlices"),
         (lambda: hvd.allreduce(x, op=7), "op=7; allowed are hvd.Average, hvd.Sum, hvd.Min"),
         (lambda: hvd.allreduce(x, True, op=hvd.Sum), "op and average are both given"),
@@ -210,33 +263,55 @@ def refusals() -> list[Refusal]:
         (lambda: hvd.allreduce(tf.constant("a")), "string cannot be summed"),
         (lambda: hvd.allgather(tf.constant(["a"])), "dtype string cannot be sent"),
         (lambda: hvd.allreduce(x, compression=3), "compression"),
-        (lambda: hvd.broadcast(x, 9), "root_rank=9"), (lambda: hvd.broadcast_([tf.Variable(x)], 9), "root_rank=9"),
+        (lambda: hvd.broadcast(x, 9), "root_rank=9"),
+        (lambda: hvd.broadcast_([tf.Variable(x)], 9), "root_rank=9"),
         (lambda: hvd.broadcast_([x], 0), "element 0 is no variable"),
         (lambda: hvd.broadcast_(tf.Variable(x), 0), "element 0 is no variable"),
         (lambda: hvd.broadcast_variables([x], 0), "a variable is needed"),
         (lambda: hvd.grouped_allreduce(x), "a list of tensors is needed, not"),
-        *[(lambda v=v: v(scalar), "at least one dimension")
-          for v in (hvd.allgather, hvd.reducescatter, hvd.alltoall)],
+        *[
+            (lambda v=v: v(scalar), "at least one dimension")
+            for v in (hvd.allgather, hvd.reducescatter, hvd.alltoall)
+        ],
         (lambda: hvd.alltoall(tf.ones(3)), "3 rows cannot be divided evenly among 2 workers"),
-        *[(lambda s=s: hvd.alltoall(x, s), r"^alltoall: splits=.*2 integers from 0, one for each worker")
-          for s in (3, [1], [5, 0], [1.0, 1.0], [-1, 2], tf.constant([1]), tf.constant([4, 4]))],
+        *[
+            (
+                lambda s=s: hvd.alltoall(x, s),
+                r"^alltoall: splits=.*2 integers from 0, one for each worker",
+            )
+            for s in (3, [1], [5, 0], [1.0, 1.0], [-1, 2], tf.constant([1]), tf.constant([4, 4]))
+        ],
         (lambda: hvd.alltoall(x, tf.ones(2)), r"splits is a tensor of shape \(2,\) and float32"),
         (lambda: hvd.start_timeline(5), "^start_timeline: file_path=5"),
         (lambda: tf.function(hvd.join, autograph=False)(), "join: call it in eager code"),
         (lambda: hvd.broadcast_global_variables(0), "give your variables to broadcast_variables"),
         (lambda: hvd.DistributedGradientTape(3), "a tf.GradientTape is needed, not int"),
         (lambda: hvd.DistributedOptimizer(3), "an optimizer of Keras 3 is needed, not int"),
-        (lambda: hvd.DistributedOptimizer(sgd(), backward_passes_per_step=0), "backward_passes_per_step"),
-        (lambda: hvd.DistributedGradientTape(tf.GradientTape()).register_local_source(x), "variable is needed"),
-        (lambda: hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[3]), "a layer of Keras 3"),
-        (lambda: hvd_k.PartialDistributedOptimizer(sgd(), local_layers="dense"), "a layer of Keras 3"),
+        (
+            lambda: hvd.DistributedOptimizer(sgd(), backward_passes_per_step=0),
+            "backward_passes_per_step",
+        ),
+        (
+            lambda: hvd.DistributedGradientTape(tf.GradientTape()).register_local_source(x),
+            "variable is needed",
+        ),
+        (
+            lambda: hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[3]),
+            "a layer of Keras 3",
+        ),
+        (
+            lambda: hvd_k.PartialDistributedOptimizer(sgd(), local_layers="dense"),
+            "a layer of Keras 3",
+        ),
         (lambda: hvd_k.load_model("m.keras", legacy_opts=True), "legacy_opts=True"),
         (lambda: hvd.SyncBatchNormalization(fused=True), "fused=True"),
         (lambda: callbacks.LearningRateWarmupCallback(None), "initial_lr=None"),
         (lambda: callbacks.LearningRateScheduleCallback(0.1, "a"), "multiplier='a'"),
         (lambda: callbacks.BroadcastGlobalVariablesCallback(0, "", [3]), "3 is no variable"),
-        *[(lambda m=m: m.elastic, r"hvd\.elastic: nothing is restarted.*docs/migrating\.md")
-          for m in (hvd, hvd_k)],
+        *[
+            (lambda m=m: m.elastic, r"hvd\.elastic: nothing is restarted.*docs/migrating\.md")
+            for m in (hvd, hvd_k)
+        ],
         (lambda: callbacks.CommitStateCallback, r"hvd\.elastic: nothing is restarted"),
     ]
 
@@ -264,12 +339,39 @@ def job_refusals() -> Any:
 
 
 def job_later() -> Any:
-    """Splits that are known only when a function is executed: refused then, before rows are sent."""
-    function = tf.function(hvd.alltoall, input_signature=[
-        tf.TensorSpec([None], tf.float32), tf.TensorSpec([None], tf.int64)])
+    """Splits that are known when a function is executed: refused then, before rows are sent."""
+    function = tf.function(
+        hvd.alltoall,
+        input_signature=[tf.TensorSpec([None], tf.float32), tf.TensorSpec([None], tf.int64)],
+    )
     with pytest.raises(tf.errors.InvalidArgumentError, match="2 splits from 0") as caught:
         function(tf.ones(4), tf.constant([4, 4], tf.int64))
     return caught.value.message
+
+
+def job_error_classes() -> Any:
+    """Every error of bpsx's in the text of one of TensorFlow's becomes both; others stay."""
+    from bpsx import errors
+    from bpsx.tensorflow.horovod.errors import verb
+
+    def raised(kind: type[Exception], text: str) -> Exception:
+        def fail() -> None:
+            raise kind(None, None, text)
+
+        with pytest.raises(kind) as caught:
+            verb(fail)()
+        return caught.value
+
+    found = []
+    for name in {status[0].__name__ for status in errors.STATUS.values()}:
+        text = f"{{{{node x}}}} {name}: worker 1 (10.0.0.2, pid 77) is gone [Op:BpsxPushPull] name: "
+        error = raised(tf.errors.AbortedError, text)
+        assert isinstance(error, getattr(errors, name)) and isinstance(error, RuntimeError)
+        assert error.message == text and error.error_code == tf.errors.ABORTED
+        found.append(str(error))
+    lost = raised(tf.errors.UnknownError, "PeerLostError: worker 1 (10.0.0.2, pid 77) is gone")
+    other = raised(tf.errors.InvalidArgumentError, "ValueError: of somebody else")
+    return found, (lost.rank, lost.address), type(other) is tf.errors.InvalidArgumentError
 
 
 def job_timeline() -> Any:
@@ -285,9 +387,9 @@ def job_timeline() -> Any:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    base = tmp_path_factory.getbasetemp()       # of one of several processes that share the job
+    base = tmp_path_factory.getbasetemp()  # of one of several processes that share the job
     traces = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "horovod-traces")
-    jobs = ["job_surface", "job_refusals", "job_later", "job_timeline"]
+    jobs = ["job_surface", "job_refusals", "job_later", "job_error_classes", "job_timeline"]
     done = run_job(__file__, jobs, tmp_path_factory, BYTEPS_TRACE_DIR=traces)
     assert done.status == 0, done.output[-5000:]
     return done
@@ -304,7 +406,7 @@ def test_arguments_are_in_horovods_order(job: Finished) -> None:
 
 def test_the_page_names_all(job: Finished) -> None:
     text = PAGE.read_text()
-    section = text[text.index("### TensorFlow and Keras", text.index("## From Horovod")):]
+    section = text[text.index("### TensorFlow and Keras", text.index("## From Horovod")) :]
     said = set(re.findall(r"\w+", section))
     assert [name for name in each(job, "job_surface")[0][2] if name not in said] == []
     assert [name for name in NOT_HERE if name not in said] == []
@@ -316,6 +418,12 @@ def test_refusals(job: Finished) -> None:
 
 def test_splits_that_are_known_late_are_checked(job: Finished) -> None:
     assert all("of at most as many rows as there are" in text for text in each(job, "job_later"))
+
+
+def test_errors_are_of_both_kinds(job: Finished) -> None:
+    for found, lost, stays in each(job, "job_error_classes"):
+        assert len(found) > 8 and set(found) == {"worker 1 (10.0.0.2, pid 77) is gone"}
+        assert lost == (1, "10.0.0.2") and stays
 
 
 def test_timelines(job: Finished) -> None:

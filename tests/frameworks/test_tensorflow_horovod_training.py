@@ -42,6 +42,7 @@ def sgd(**options: Any) -> Any:
 
 # ---- tapes
 
+
 def trained(run_in_function: bool, **options: Any) -> list[np.ndarray]:
     """The weights after STEPS steps of the loop of Horovod's examples."""
     model, optimizer = mlp(), sgd()
@@ -54,7 +55,9 @@ def trained(run_in_function: bool, **options: Any) -> list[np.ndarray]:
         with tf.GradientTape() as tape:
             loss = loss_of(model, x, y)
         tape = hvd.DistributedGradientTape(tape, **options)
-        gradients = tape.gradient(loss, model.trainable_variables, use_generic_names=not run_in_function)
+        gradients = tape.gradient(
+            loss, model.trainable_variables, use_generic_names=not run_in_function
+        )
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
     run = tf.function(step) if run_in_function else step
@@ -106,12 +109,17 @@ def job_failing_tape() -> Any:
 
 # ---- Keras
 
-def fit(optimizer: Any, model: Any = None, callbacks: Any = (), epochs: int = 1, **options: Any) -> Any:
+
+def fit(
+    optimizer: Any, model: Any = None, callbacks: Any = (), epochs: int = 1, **options: Any
+) -> Any:
     model = model or mlp()
     model.compile(optimizer, LOSS, **options)
     inputs, labels = data(STEPS)
     x, y = inputs[:, hvd.rank()].reshape(-1, 6), labels[:, hvd.rank()].reshape(-1)
-    model.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
+    model.fit(
+        x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks)
+    )
     return model
 
 
@@ -132,10 +140,16 @@ def job_fit() -> Any:
         model.set_weights([w + 1 for w in model.get_weights()])
     start = [hvd_k.callbacks.BroadcastGlobalVariablesCallback(0)]
     found["fit"] = weights(fit(hvd_k.DistributedOptimizer(sgd()), model, start))
-    found["through hvd"] = weights(fit(hvd.DistributedOptimizer(sgd(), gradient_predivide_factor=2.0)))
-    found["sum"] = weights(fit(hvd_k.DistributedOptimizer(keras.optimizers.SGD(0.05, 0.9), op=hvd.Sum)))
+    found["through hvd"] = weights(
+        fit(hvd.DistributedOptimizer(sgd(), gradient_predivide_factor=2.0))
+    )
+    found["sum"] = weights(
+        fit(hvd_k.DistributedOptimizer(keras.optimizers.SGD(0.05, 0.9), op=hvd.Sum))
+    )
     twice = hvd_k.DistributedOptimizer(sgd(), backward_passes_per_step=2)
-    mean = hvd.DistributedOptimizer(sgd(), backward_passes_per_step=2, average_aggregated_gradients=True)
+    mean = hvd.DistributedOptimizer(
+        sgd(), backward_passes_per_step=2, average_aggregated_gradients=True
+    )
     found["passes"], found["mean of passes"] = weights(fit(twice)), weights(fit(mean))
     found["alone, mean"] = alone(sgd(gradient_accumulation_steps=2))
     found["alone, sum"] = alone(keras.optimizers.SGD(0.2, 0.9, gradient_accumulation_steps=2))
@@ -174,7 +188,9 @@ class Watch:
 
 def job_callbacks() -> Any:
     rates, own = Watch(), tf.Variable([float(hvd.rank())])
-    decay = hvd_k.callbacks.LearningRateScheduleCallback(0.1, 0.5, start_epoch=1, momentum_correction=False)
+    decay = hvd_k.callbacks.LearningRateScheduleCallback(
+        0.1, 0.5, start_epoch=1, momentum_correction=False
+    )
     means = hvd_k.callbacks.MetricAverageCallback()
     fit(hvd_k.DistributedOptimizer(sgd()), None, [decay, means, rates], epochs=3)
     warm, said = Watch(), io.StringIO()
@@ -192,7 +208,9 @@ def job_callbacks() -> Any:
     start.on_train_begin()
     best = hvd_k.callbacks.BestModelCheckpoint(monitor="loss")
     with tempfile.TemporaryDirectory() as folder:
-        missing = pytest.raises(ValueError, lambda: fit(hvd_k.DistributedOptimizer(sgd()), None, [best]))
+        missing = pytest.raises(
+            ValueError, lambda: fit(hvd_k.DistributedOptimizer(sgd()), None, [best])
+        )
         best.filepath = str(Path(folder, "best.keras"))
         fit(hvd_k.DistributedOptimizer(sgd()), None, [best])
         loaded = hvd_k.load_model(best.filepath, compression=hvd_k.Compression.fp16)
@@ -206,8 +224,13 @@ def job_verbs() -> Any:
     rank = hvd.rank()
     assert [getattr(hvd_k, name) is getattr(second_name, name) for name in hvd_k.__all__]
     assert hvd.keras is second_name
-    found = [hvd_k.allreduce([1.0, rank]), hvd_k.allreduce(rank + 1, op=hvd.Sum, name="n"),
-             hvd_k.allgather([rank]), hvd_k.broadcast([rank], 1), hvd_k.reducescatter([rank, 4.0])]
+    found = [
+        hvd_k.allreduce([1.0, rank]),
+        hvd_k.allreduce(rank + 1, op=hvd.Sum, name="n"),
+        hvd_k.allgather([rank]),
+        hvd_k.broadcast([rank], 1),
+        hvd_k.reducescatter([rank, 4.0]),
+    ]
     return [tensor.numpy().tolist() for tensor in found]
 
 
@@ -215,15 +238,23 @@ def job_batch_norm() -> Any:
     """Statistics, outputs and gradients of the joined batch; saved and loaded."""
     x = np.random.default_rng(3).normal(size=(WORKERS, 5, 3)).astype(np.float32)
     results = []
-    for layer, given in ((hvd.SyncBatchNormalization(), x[hvd.rank()]),
-                         (keras.layers.BatchNormalization(), x.reshape(-1, 3))):
+    for layer, given in (
+        (hvd.SyncBatchNormalization(), x[hvd.rank()]),
+        (keras.layers.BatchNormalization(), x.reshape(-1, 3)),
+    ):
         value = tf.constant(given)
         with tf.GradientTape() as tape:
             tape.watch(value)
             out = layer(value, training=True)
             loss = tf.reduce_sum(out * out * tf.cast(tf.range(3), tf.float32) + value * out)
-        results.append([out.numpy(), tape.gradient(loss, value).numpy(), np.array(layer.moving_mean),
-                        np.array(layer.moving_variance)])
+        results.append(
+            [
+                out.numpy(),
+                tape.gradient(loss, value).numpy(),
+                np.array(layer.moving_mean),
+                np.array(layer.moving_variance),
+            ]
+        )
     copied = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))
     again = keras.saving.serialize_keras_object(hvd.SyncBatchNormalization(name="n"))
     synced = keras.saving.deserialize_keras_object(again)
@@ -234,15 +265,20 @@ def job_batch_norm() -> Any:
 
 # ---- optimizers of TensorFlow 1
 
+
 def job_v1() -> Any:
     """Sums and means of two passes, and a variable that is local."""
     v1, found = tf.compat.v1, {}
     for name, options in (("sum", {}), ("mean", {"average_aggregated_gradients": True})):
         with tf.Graph().as_default(), v1.Session() as session:
-            shared, own = v1.get_variable("shared", initializer=0.0), v1.get_variable("own", initializer=0.0)
+            shared, own = (
+                v1.get_variable("shared", initializer=0.0),
+                v1.get_variable("own", initializer=0.0),
+            )
             loss = (shared + own) * (hvd.rank() + 1.0)
-            optimizer = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0),
-                                                 backward_passes_per_step=2, **options)
+            optimizer = hvd.DistributedOptimizer(
+                v1.train.GradientDescentOptimizer(1.0), backward_passes_per_step=2, **options
+            )
             optimizer.register_local_var(own)
             step = optimizer.minimize(loss)
             session.run(v1.global_variables_initializer())
@@ -280,7 +316,7 @@ def test_tapes_train_as_one_process(job: Finished) -> None:
 
 def test_local_sources(job: Finished) -> None:
     for rank, found in enumerate(each(job, "job_local_sources")):
-        own = rank + 1.0        # the gradient of the own variable, at 1; the others' is 2 (1 + 2)
+        own = rank + 1.0  # the gradient of the own variable, at 1; the others' is 2 (1 + 2)
         assert found == [[own / 2, 6.0], [own, 6.0], [own / 2, 1.5]]
 
 
@@ -310,7 +346,9 @@ def test_callbacks(job: Finished) -> None:
         assert rates == [0.1] * 8 + [0.05] * 4
         assert [rate for rate, _ in logs] == pytest.approx([0.1, 0.1, 0.05])
         assert logs == told[0][1], "metrics are averages"
-        assert warm == pytest.approx([0.1125, 0.125, 0.1375, 0.15, 0.1625, 0.175, 0.1875] + [0.2] * 5)
+        assert warm == pytest.approx(
+            [0.1125, 0.125, 0.1375, 0.15, 0.1625, 0.175, 0.1875] + [0.2] * 5
+        )
         assert ("finished gradual learning rate warmup to 0.2" in said) == (rank == 0)
         assert changed == [True] + [rank == 0] * 3 and "Set its filepath" in missing
 

@@ -19,7 +19,8 @@ class _Encoder(encoding.Encoder):
         eager = isinstance(value, tf.Tensor) and not tf.is_symbolic_tensor(value)
         if not eager or not _has_bytes(value.dtype):
             return None
-        return [value.dtype.name, value.shape.as_list(), self._put_aside(value.numpy().tobytes(), where)]
+        place = self._put_aside(value.numpy().tobytes(), where)
+        return [value.dtype.name, value.shape.as_list(), place]
 
 
 def _has_bytes(dtype: tf.DType) -> bool:

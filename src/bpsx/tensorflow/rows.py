@@ -41,24 +41,30 @@ def counts_of(own: tf.Tensor, name: str) -> tf.Tensor:
     return sums([mine], [name], average=False)[0]
 
 
-def gathered(parts: Sequence[tf.Tensor], names: Sequence[str], counts: tf.Tensor) -> list[list[tf.Tensor]]:
+def gathered(
+    parts: Sequence[tf.Tensor], names: Sequence[str], counts: tf.Tensor,
+) -> list[list[tf.Tensor]]:
     """For each of ``parts``, the rows of all workers, by rank.
 
     ``parts``: tensors of as many rows as ``counts`` says for this worker; ``counts``: int64, of all
-    workers, as :func:`counts_of` gives it. On the wire: ``name + ".R"`` for each worker R with rows.
+    workers, as :func:`counts_of` gives it. On the wire: ``name + ".R"`` for each worker R with
+    rows.
     """
     ours = _adapter.session()
     lengths = capacities(counts)
     found: list[list[tf.Tensor]] = [[] for _ in parts]
     for root in range(ours.size):
-        full = [filled(rows if root == ours.rank else rows[:0], lengths[root:root + 1]) for rows in parts]
+        own = parts if root == ours.rank else [rows[:0] for rows in parts]
+        full = [filled(rows, lengths[root:root + 1]) for rows in own]
         got = _rows_of(root, counts[root], full, [f"{name}.{root}" for name in names])
         for each, rows in zip(found, got, strict=True):
             each.append(rows[:counts[root]])
     return found
 
 
-def _rows_of(root: int, count: tf.Tensor, parts: list[tf.Tensor], names: list[str]) -> list[tf.Tensor]:
+def _rows_of(
+    root: int, count: tf.Tensor, parts: list[tf.Tensor], names: list[str],
+) -> list[tf.Tensor]:
     """What ``parts`` are on worker ``root``.
 
     Where it has no rows nobody asks it for any: it may have called ``join()``.

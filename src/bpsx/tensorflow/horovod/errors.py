@@ -29,21 +29,19 @@ def _class_of_both(ours: type[BpsxError], theirs: type[Exception]) -> type[Excep
 
 
 def _translated(error: Any) -> Exception:
-    """``error``, one of TensorFlow's, as the error of bpsx's that its text tells of, and as itself."""
+    """``error``, one of TensorFlow's, as the error of bpsx's that its text tells of as well."""
     at = _TOLD.search(error.message)
     told = _TOLD.fullmatch(error.message, at.start()) if at else None
     kind = getattr(errors, told[1], None) if told else None
     if told is None or not (isinstance(kind, type) and issubclass(kind, BpsxError)):
         return error        # type: ignore[no-any-return]
-    cls = _class_of_both(kind, type(error))
-    made = cls.__new__(cls)
-    made.__dict__.update(error.__dict__)
-    made.args = (told[2],)
+    made = _class_of_both(kind, type(error))(told[2])
+    made.__dict__.update(error.__dict__)        # TensorFlow's own attributes: message, op and so on
     return made
 
 
 def verb(function: F) -> F:
-    """A function that AutoGraph leaves alone, and whose errors are bpsx's as well as TensorFlow's."""
+    """A function that AutoGraph leaves alone; its errors are bpsx's as well as TensorFlow's."""
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         try:

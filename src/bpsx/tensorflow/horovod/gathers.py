@@ -52,8 +52,9 @@ def _rows(name: str, tensor: Any, named: str | None) -> tuple[tf.Tensor, str]:
     Raises :class:`ConfigError` in asynchronous training, where no sum says how many there are.
     """
     if _adapter.session().config.asynchronous:
-        raise ConfigError(f"{name}: with BYTEPS_ENABLE_ASYNC=1 servers add to values that they keep, and "
-                          "numbers of rows cannot be told; use broadcast from each worker in turn")
+        raise ConfigError(f"{name}: with BYTEPS_ENABLE_ASYNC=1 servers add to values that they "
+                          "keep, and numbers of rows cannot be told; use broadcast from each "
+                          "worker in turn")
     dense = checked_tensor(name, tensor, named, rows=True)
     wire = wire_name(name, named, dense, rows=True)
     check_bytes(dense, wire)
@@ -67,10 +68,11 @@ def allgather(
 ) -> tf.Tensor:
     """The rows of all workers' ``tensor``, in the order of their ranks.
 
-    ``tensor``: dense, of any dtype but strings, of one dimension or more. Workers may have different
-    numbers of rows, also none, and must agree on the rest and on ``name``. Differentiable; the
-    gradient is Horovod's: the own rows of the average of all workers' gradients. Names, graphs and
-    errors as in :func:`bpsx.tensorflow.push_pull`. ``ignore_name_scope`` is Horovod's and ignored.
+    ``tensor``: dense, of any dtype but strings, of one dimension or more. Workers may have
+    different numbers of rows, also none, and must agree on the rest and on ``name``.
+    Differentiable; the gradient is Horovod's: the own rows of the average of all workers'
+    gradients. Names, graphs and errors as in :func:`bpsx.tensorflow.push_pull`.
+    ``ignore_name_scope`` is Horovod's and ignored.
 
     Raises :class:`~bpsx.errors.ConfigError` for other arguments.
     """
@@ -127,7 +129,8 @@ def broadcast_(
     given: list[Any] = list(variables) if listed else [None]
     for i, variable in enumerate(given):
         if not hasattr(variable, "assign"):
-            raise ConfigError(f"broadcast_: variables: element {i} is no variable; a list of them is needed")
+            raise ConfigError(f"broadcast_: variables: element {i} is no variable; a list of them "
+                              "is needed")
     values = [checked_tensor("broadcast_", v, name) for v in given]
     wires = [f"broadcast_.{name + '.' if name else ''}{own}" for own in names_of(given)]
     for value, wire in zip(values, wires, strict=True):

@@ -53,8 +53,9 @@ def join() -> tf.Tensor:
     order among the exchanges.
     """
     if not tf.executing_eagerly():
-        raise ConfigError("join: call it in eager code, outside of tf.function and v1 graphs (there, "
-                          "bpsx.join() between two session.run); it has no order among operations")
+        raise ConfigError("join: call it in eager code, outside of tf.function and v1 graphs "
+                          "(there, bpsx.join() between two session.run); it has no order among "
+                          "operations")
     return tf.constant(api.join(), tf.int32)
 
 
@@ -82,7 +83,8 @@ def _when_executed(value: Callable[[], int], name: str | None) -> tf.Tensor:
 
 def _check_id(verb: str, process_set_id: Any) -> None:
     if _adapter.integer(process_set_id) != 0:
-        raise ConfigError(f"{verb}: process_set_id={process_set_id!r}: 0, all workers, is the only set")
+        raise ConfigError(f"{verb}: process_set_id={process_set_id!r}: 0, all workers, is the only "
+                          "set")
 
 
 @verb

@@ -32,7 +32,8 @@ def checked_tensor(verb: str, tensor: Any, name: str | None, rows: bool = False)
     check_name(name, verb)
     dense = as_tensor(tensor, f"{verb} of {name!r}" if name else verb)
     if rows and dense.shape.rank == 0:
-        raise UnsupportedTensor(f"{verb}: a tensor of at least one dimension is needed, not a scalar")
+        raise UnsupportedTensor(f"{verb}: a tensor of at least one dimension is needed, not a "
+                                "scalar")
     return dense
 
 

@@ -22,9 +22,9 @@ def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: st
     has been proven with that. Calls of one name are matched in order. ``session`` is Horovod's and
     ignored: nothing runs in a graph.
 
-    Raises :class:`~bpsx.objects.ObjectError` on all workers if the root's object cannot travel; on a
-    worker alone where it cannot be unpickled; :class:`~bpsx.errors.ConfigError` for a root that does
-    not exist; and what ends a job.
+    Raises :class:`~bpsx.objects.ObjectError` on all workers if the root's object cannot travel; on
+    a worker alone where it cannot be unpickled; :class:`~bpsx.errors.ConfigError` for a root that
+    does not exist; and what ends a job.
     """
     check_process_set(process_set)
     return objects.broadcast_object(obj, root_rank, name, CODEC)
@@ -41,7 +41,7 @@ def allgather_object(obj: Any, session: Any = None, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> list[Any]:
     """What ``obj`` is on each worker, by rank, on every worker; the own place holds ``obj`` itself.
 
-    What can travel, and how, is as with :func:`broadcast_object`, and so are errors, on all workers.
+    What can travel, and how, is as with :func:`broadcast_object`; errors are raised on all workers.
     """
     check_process_set(process_set)
     return objects.all_gather_object(obj, name, CODEC, "allgather_object")

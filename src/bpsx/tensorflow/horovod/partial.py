@@ -66,10 +66,11 @@ class PartialExchange(Exchange):
         return PartialExchange(*self._options, tuple(self._local.values()))
 
     def __reduce__(self) -> Any:
-        """For copies. Raises :class:`ConfigError` if variables are local: they are known by identity."""
+        """For copies. Raises :class:`ConfigError` if variables are local: identity is lost."""
         if self._local:
-            raise ConfigError(f"{self._verb}: with local variables it can be neither pickled nor deeply "
-                              "copied: make another one of an optimizer, and register its variables")
+            raise ConfigError(f"{self._verb}: with local variables it can be neither pickled nor "
+                              "deeply copied: make another one of an optimizer, and register its "
+                              "variables")
         return PartialExchange, self._options
 
     def keep_local(self, variable: Any) -> None:

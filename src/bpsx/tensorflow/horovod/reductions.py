@@ -38,7 +38,7 @@ def _how(name: str, op: Any, average: Any, prescale: Any, postscale: Any, proces
 
 
 def _scaled(tensor: tf.Tensor, factor: float) -> tf.Tensor:
-    """``factor`` times ``tensor``; integers are multiplied as float64 and cut off, as Horovod does."""
+    """``factor`` times ``tensor``; integers are multiplied as float64 and cut off, as Horovod's."""
     if factor == 1.0:
         return tensor
     if tensor.dtype.is_floating:
@@ -78,7 +78,8 @@ def _reduced(tensors: Sequence[tf.Tensor], wires: Sequence[str], how: How,
     wired = [compression.compress(_scaled(tensor, how.prescale)) for tensor in tensors]
     found: list[Any] = [None] * len(tensors)
     if how.here:
-        found = [_reduced_here(small, wire, how) for (small, _), wire in zip(wired, wires, strict=True)]
+        pairs = zip(wired, wires, strict=True)
+        found = [_reduced_here(small, wire, how) for (small, _), wire in pairs]
     else:
         by_servers = [how.op is ReduceOp.Average and not _averages_here(t, how) for t in tensors]
         for average in (True, False):
@@ -139,8 +140,8 @@ def allreduce(
     ``tensor``, names, graphs and errors as in :func:`bpsx.tensorflow.push_pull`; of
     ``tf.IndexedSlices`` the result has the rows of all workers. ``op``: Average, Sum, Min, Max or
     Product; ``average`` is its deprecated form. Averages of integers are cut off towards zero. The
-    factors are multiplied before and after. Differentiable for Average and Sum. Min, Max and Product
-    gather all tensors on every worker. ``device_dense``, ``device_sparse`` and
+    factors are multiplied before and after. Differentiable for Average and Sum. Min, Max and
+    Product gather all tensors on every worker. ``device_dense``, ``device_sparse`` and
     ``ignore_name_scope`` are Horovod's and ignored: names have no scopes here.
 
     Raises :class:`~bpsx.errors.ConfigError` for other arguments.
@@ -182,7 +183,8 @@ def _own_rows(whole: tf.Tensor) -> tf.Tensor:
 def _first_row(count: Any, rank: int, size: int) -> Any:
     """The number of rows of lower ranks; an integer if ``count`` is one."""
     more = count % size
-    return count // size * rank + (min(rank, more) if isinstance(count, int) else tf.minimum(rank, more))
+    extra = min(rank, more) if isinstance(count, int) else tf.minimum(rank, more)
+    return count // size * rank + extra
 
 
 def _scattered(tensors: Sequence[Any], names: Sequence[str | None], how: How,

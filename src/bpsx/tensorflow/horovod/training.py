@@ -37,8 +37,8 @@ def made_exchange(
     check_process_set(process_set)
     kind = checked_training_op(name, op, predivide)
     check_groups(name, num_groups, groups, lambda v: hasattr(v, "assign"), "variable")
-    return PartialExchange(name, kind is ReduceOp.Average, compression, sparse_as_dense, anew, factor,
-                           scale_local_gradients)
+    return PartialExchange(name, kind is ReduceOp.Average, compression, sparse_as_dense, anew,
+                           factor, scale_local_gradients)
 
 
 class _Tape(tapes.Distributed):
@@ -48,7 +48,8 @@ class _Tape(tapes.Distributed):
 
     @verb
     def gradient(  # type: ignore[override]
-        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False,
+        self, target: Any, sources: Any, output_gradients: Any = None,
+        use_generic_names: bool = False,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
         """As :meth:`tf.GradientTape.gradient`, and then summed or averaged over all workers.
@@ -65,7 +66,8 @@ class _Tape(tapes.Distributed):
         self._exchange.keep_local(source)
 
     def get_local_and_global_gradients(
-        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False,
+        self, target: Any, sources: Any, output_gradients: Any = None,
+        use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
         """(source, gradient) pairs: of sources that are local, and of all others."""
         gradients = self.gradient(target, sources, output_gradients, use_generic_names)
@@ -121,11 +123,12 @@ def weights_of(name: str, layers: Any) -> list[Any]:
     """
     import keras  # takes seconds
 
-    listed = [] if layers is None else [layers] if isinstance(layers, keras.layers.Layer) else layers
+    single = isinstance(layers, keras.layers.Layer)
+    listed = [] if layers is None else [layers] if single else layers
     ordered = isinstance(listed, Iterable) and not isinstance(listed, (str, bytes))
     if not ordered or not all(isinstance(layer, keras.layers.Layer) for layer in listed):
-        raise ConfigError(f"{name}: local_layers={layers!r}: a layer of Keras 3 is needed, or a list of "
-                          "layers")
+        raise ConfigError(f"{name}: local_layers={layers!r}: a layer of Keras 3 is needed, or a "
+                          "list of layers")
     return [weight for layer in listed for weight in layer.trainable_weights]
 
 
@@ -139,10 +142,11 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
 ) -> Any:
     """:func:`bpsx.tensorflow.DistributedOptimizer`, with Horovod's arguments.
 
-    ``optimizer``: of Keras, for which see :func:`bpsx.tensorflow.keras.horovod.DistributedOptimizer`,
-    or of ``tf.compat.v1.train``. With ``backward_passes_per_step`` the sums of so many passes are
-    averaged over workers; ``average_aggregated_gradients``: also over passes. Both have
-    ``register_local_var``, for a variable whose gradients stay the worker's own. The rest is as for
+    ``optimizer``: of Keras, for which see
+    :func:`bpsx.tensorflow.keras.horovod.DistributedOptimizer`, or of ``tf.compat.v1.train``. With
+    ``backward_passes_per_step`` the sums of so many passes are averaged over workers;
+    ``average_aggregated_gradients``: also over passes. Both have ``register_local_var``, for a
+    variable whose gradients stay the worker's own. The rest is as for
     :func:`DistributedGradientTape`. Raises :class:`ConfigError`.
     """
     verb_ = "DistributedOptimizer"

@@ -24,9 +24,9 @@ class BroadcastGlobalVariablesCallback(ours.BroadcastGlobalVariablesCallback):
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__(root_rank, device)
-        single = hasattr(local_variables, "assign")
-        given = [local_variables] if single else local_variables if local_variables is not None else []
-        for variable in given if isinstance(given, Iterable) else [given]:
+        given = [] if local_variables is None else local_variables
+        several = isinstance(given, Iterable) and not hasattr(given, "assign")
+        for variable in given if several else [given]:
             self.register_local_var(variable)
 
     def register_local_var(self, var: Any) -> None:
@@ -99,8 +99,9 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
     def on_train_begin(self, logs: Any = None) -> None:
         """Raise :class:`~bpsx.errors.ConfigError` if there is no ``filepath``."""
         if self.filepath is None:
-            raise ConfigError("BestModelCheckpoint: where is the model to be saved? Set its filepath, "
-                              "or take keras.callbacks.ModelCheckpoint(path, save_best_only=True)")
+            raise ConfigError("BestModelCheckpoint: where is the model to be saved? Set its "
+                              "filepath, or take keras.callbacks.ModelCheckpoint(path, "
+                              "save_best_only=True)")
         super().on_train_begin(logs)
 
 

@@ -38,10 +38,11 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     verb = "DistributedOptimizer"
     check_optimizer(optimizer)
     passes = checked_passes(backward_passes_per_step, verb)
+    # Keras divides by the number of passes.
+    factor = 1.0 if average_aggregated_gradients else float(passes)
     exchange = made_exchange(
         verb, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups, groups,
-        process_set, scale_local_gradients,
-        factor=1.0 if average_aggregated_gradients else float(passes))      # Keras divides by passes
+        process_set, scale_local_gradients, factor=factor)
     set_passes(optimizer, passes)
     return distributed(optimizer, exchange)
 
@@ -77,7 +78,8 @@ def load_model(
     Raises :class:`~bpsx.errors.ConfigError` for ``legacy_opts``: Keras 3 has no such optimizers.
     """
     if legacy_opts:
-        raise ConfigError(f"load_model: legacy_opts={legacy_opts!r}: Keras 3 has no legacy optimizers; "
-                          "leave it out, and save the model anew with one of keras.optimizers")
+        raise ConfigError(f"load_model: legacy_opts={legacy_opts!r}: Keras 3 has no legacy "
+                          "optimizers; leave it out, and save the model anew with one of "
+                          "keras.optimizers")
     return saving.loaded(filepath, custom_optimizers, custom_objects,
                          lambda optimizer: DistributedOptimizer(optimizer, compression=compression))

@@ -16,7 +16,8 @@ def allreduce(
     postscale_factor: float = 1.0, op: ReduceOp | None = None,
     compression: type[Compressor] = Compression.none,
 ) -> Any:
-    """The reduction of all workers' ``value``, a tensor or what becomes one; by default the average."""
+    """The reduction of all workers' ``value``, a tensor or what becomes one: the average, if not
+    told otherwise."""
     return hvd.allreduce(value, average, compression=compression, op=op, name=name,
                          prescale_factor=prescale_factor, postscale_factor=postscale_factor)
 
@@ -31,6 +32,8 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
     return hvd.broadcast(value, root_rank, name)
 
 
-def reducescatter(value: Any, name: str | None = None, op: ReduceOp = ReduceOp.Average) -> tf.Tensor:
+def reducescatter(
+    value: Any, name: str | None = None, op: ReduceOp = ReduceOp.Average,
+) -> tf.Tensor:
     """This worker's rows of the sum or average of all workers' ``value``."""
     return hvd.reducescatter(value, op=op, name=name)
