@@ -176,6 +176,7 @@ def job_surface() -> Any:
 
 
 Refusal = tuple[Callable[[], object], str]
+ADASUM = "op=hvd.Adasum: summation servers add; use op=hvd.Average"
 
 
 def refused_sets() -> list[Refusal]:
@@ -222,33 +223,12 @@ def refused_sets() -> list[Refusal]:
     ]
 
 
-def refusals() -> list[Refusal]:
+def refused_calls() -> list[Refusal]:
     x, scalar = tf.ones(4), tf.ones(())
     slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), tf.constant([2, 2]))
-    adasum = "op=hvd.Adasum: summation servers add; use op=hvd.Average"
-    sgd, v1 = keras.optimizers.SGD, tf.compat.v1.train.GradientDescentOptimizer(1.0)
-    made = [
-        lambda **k: hvd.DistributedGradientTape(tf.GradientTape(), **k),
-        lambda **k: hvd.DistributedOptimizer(sgd(), **k),
-        lambda **k: hvd.DistributedOptimizer(v1, **k),
-    ]
     return [
-        *[(lambda v=v: v(x, op=hvd.Adasum), adasum) for v in (hvd.allreduce, hvd.reducescatter)],
-        (lambda: hvd.grouped_allreduce([x], op=hvd.Adasum), adasum),
-        *[(lambda m=m: m(op=hvd.Adasum), adasum) for m in made],
-        *[
-            (lambda m=m: m(op=hvd.Min), "op=hvd.Min; allowed are hvd.Average and hvd.Sum")
-            for m in made
-        ],
-        *[(lambda m=m: m(gradient_predivide_factor=0), "a number above 0") for m in made],
-        *[(lambda m=m: m(gradient_predivide_factor=2.0, op=hvd.Sum), "leave it out") for m in made],
-        *[(lambda m=m: m(groups=-1), "groups=-1: allowed are integers from 0") for m in made],
-        *[(lambda m=m: m(groups=[[x]]), "lists of variables are needed") for m in made],
-        *[(lambda m=m: m(num_groups="a"), "num_groups='a'") for m in made],
-        *[
-            (lambda m=m: m(scale_local_gradients="a"), "scale_local_gradients must be")
-            for m in made
-        ],
+        *[(lambda v=v: v(x, op=hvd.Adasum), ADASUM) for v in (hvd.allreduce, hvd.reducescatter)],
+        (lambda: hvd.grouped_allreduce([x], op=hvd.Adasum), ADASUM),
         (
             lambda: hvd.reducescatter(x, op=hvd.Max),
             "op=hvd.Max; allowed are hvd.Average and hvd.Sum",
@@ -282,6 +262,38 @@ def refusals() -> list[Refusal]:
             for s in (3, [1], [5, 0], [1.0, 1.0], [-1, 2], tf.constant([1]), tf.constant([4, 4]))
         ],
         (lambda: hvd.alltoall(x, tf.ones(2)), r"splits is a tensor of shape \(2,\) and float32"),
+    ]
+
+
+def refused_options() -> list[Refusal]:
+    x = tf.ones(4)
+    sgd, v1 = keras.optimizers.SGD, tf.compat.v1.train.GradientDescentOptimizer(1.0)
+    made = [
+        lambda **k: hvd.DistributedGradientTape(tf.GradientTape(), **k),
+        lambda **k: hvd.DistributedOptimizer(sgd(), **k),
+        lambda **k: hvd.DistributedOptimizer(v1, **k),
+    ]
+    return [
+        *[(lambda m=m: m(op=hvd.Adasum), ADASUM) for m in made],
+        *[
+            (lambda m=m: m(op=hvd.Min), "op=hvd.Min; allowed are hvd.Average and hvd.Sum")
+            for m in made
+        ],
+        *[(lambda m=m: m(gradient_predivide_factor=0), "a number above 0") for m in made],
+        *[(lambda m=m: m(gradient_predivide_factor=2.0, op=hvd.Sum), "leave it out") for m in made],
+        *[(lambda m=m: m(groups=-1), "groups=-1: allowed are integers from 0") for m in made],
+        *[(lambda m=m: m(groups=[[x]]), "lists of variables are needed") for m in made],
+        *[(lambda m=m: m(num_groups="a"), "num_groups='a'") for m in made],
+        *[
+            (lambda m=m: m(scale_local_gradients="a"), "scale_local_gradients must be")
+            for m in made
+        ],
+    ]
+
+
+def refused_training() -> list[Refusal]:
+    x, sgd = tf.ones(4), keras.optimizers.SGD
+    return [
         (lambda: hvd.start_timeline(5), "^start_timeline: file_path=5"),
         (lambda: tf.function(hvd.join, autograph=False)(), "join: call it in eager code"),
         (lambda: hvd.broadcast_global_variables(0), "give your variables to broadcast_variables"),
@@ -321,7 +333,9 @@ def job_refusals() -> Any:
     from bpsx.api import session
 
     before, wrong = session().counters()["push_pulls"], []
-    for i, (call, match) in enumerate([*refused_sets(), *refusals()]):
+    for i, (call, match) in enumerate(
+        [*refused_sets(), *refused_calls(), *refused_options(), *refused_training()]
+    ):
         try:
             wrong.append((i, match, "not refused", repr(call())))
         except (ConfigError, TypeError) as e:
@@ -364,7 +378,9 @@ def job_error_classes() -> Any:
 
     found = []
     for name in {status[0].__name__ for status in errors.STATUS.values()}:
-        text = f"{{{{node x}}}} {name}: worker 1 (10.0.0.2, pid 77) is gone [Op:BpsxPushPull] name: "
+        text = (
+            f"{{{{node x}}}} {name}: worker 1 (10.0.0.2, pid 77) is gone [Op:BpsxPushPull] name: "
+        )
         error = raised(tf.errors.AbortedError, text)
         assert isinstance(error, getattr(errors, name)) and isinstance(error, RuntimeError)
         assert error.message == text and error.error_code == tf.errors.ABORTED
