@@ -6,11 +6,63 @@ differ between workers: the message says what to change). Status codes of the co
 
 from __future__ import annotations
 
+import ast
 import re
+
+#: A process of the job, as reports name it: "worker 1 (10.0.0.2, pid 77)", "server 0 at 10.0.0.3:5000", "the scheduler at …".
+_PEER = re.compile(r"\b(worker|server|scheduler)(?: (\d+))?(?: \((?P<host>[^,()]+)(?:, pid \d+)?\)| at (?P<at>[^\s,;()]*[^\s,;():.]))?")
+#: A name, as :func:`repr` writes it.
+_NAME = r"""('(?:[^'\\]|\\.)+'|"(?:[^"\\]|\\.)+")"""
+_TENSOR = re.compile(rf"(?:\btensor |\bpush_pull of |\bbroadcast of |^){_NAME}")
 
 
 class BpsxError(RuntimeError):
-    """Base class of all errors raised by bpsx: a :class:`RuntimeError`, as PyTorch's and Horovod's are, which scripts catch."""
+    """Base class of all errors raised by bpsx: a :class:`RuntimeError`, as PyTorch's and Horovod's are, which scripts catch.
+
+    The attributes are read from the text, which may have come from another process, so copies and pickles have them, too. Each is None,
+    or empty, where the text does not say it.
+    """
+
+    def _peer(self) -> re.Match[str] | None:
+        return _PEER.search(str(self))
+
+    @property
+    def role(self) -> str | None:
+        """``worker``, ``server`` or ``scheduler``: the process that the error is about."""
+        found = self._peer()
+        return found[1] if found else None
+
+    @property
+    def rank(self) -> int | None:
+        """Its rank; the scheduler has none."""
+        found = self._peer()
+        return int(found[2]) if found and found[2] else None
+
+    @property
+    def address(self) -> str | None:
+        """Its host, or its host and port."""
+        found = self._peer()
+        return found["host"] or found["at"] if found else None
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of the tensors that the error is about."""
+        return _names_in(_TENSOR, str(self))
+
+    @property
+    def tensor(self) -> str | None:
+        """The first of :attr:`tensors`."""
+        return next(iter(self.tensors), None)
+
+    @property
+    def reason(self) -> str:
+        """The whole text."""
+        return str(self)
+
+
+def _names_in(pattern: re.Pattern[str], text: str) -> tuple[str, ...]:
+    """What the first group of ``pattern`` finds in ``text``, each once."""
+    return tuple(dict.fromkeys(ast.literal_eval(found) for found in pattern.findall(text)))
 
 
 class ConfigError(BpsxError, ValueError):
@@ -33,41 +85,8 @@ class TransportError(BpsxError, ConnectionError):
     """The transport could not listen, connect or send."""
 
 
-#: A process of the job, as reports name it: "worker 1 (10.0.0.2, pid 77)", "server 0 at 10.0.0.3:5000", "the scheduler at …".
-_PEER = re.compile(r"\b(worker|server|scheduler)(?: (\d+))?(?: \((?P<host>[^,()]+)(?:, pid \d+)?\)| at (?P<at>[^\s,;()]*[^\s,;():.]))?")
-
-
 class PeerLostError(BpsxError, ConnectionError):
-    """A worker, a server or the scheduler died or cannot be reached. Names role, rank and address.
-
-    The attributes are read from the text, which may have come from another process; each is None where the text does not say it.
-    """
-
-    def _peer(self) -> re.Match[str] | None:
-        return _PEER.search(str(self))
-
-    @property
-    def role(self) -> str | None:
-        """``worker``, ``server`` or ``scheduler``."""
-        found = self._peer()
-        return found[1] if found else None
-
-    @property
-    def rank(self) -> int | None:
-        """Its rank; the scheduler has none."""
-        found = self._peer()
-        return int(found[2]) if found and found[2] else None
-
-    @property
-    def address(self) -> str | None:
-        """Its host, or its host and port."""
-        found = self._peer()
-        return found["host"] or found["at"] if found else None
-
-    @property
-    def reason(self) -> str:
-        """The whole text."""
-        return str(self)
+    """A worker, a server or the scheduler died or cannot be reached. Names role, rank and address."""
 
 
 class PeerLeftError(PeerLostError):
@@ -78,14 +97,43 @@ class MismatchError(BpsxError, ValueError):
     """Workers disagree about a tensor's shape, dtype or operation. Names both sides."""
 
     @property
-    def tensor(self) -> str | None:
-        """The tensor's name, read from the text; None where that does not say it."""
-        found = re.search(r"(['\"])(.+?)\1", str(self))
-        return found[2] if found else None
+    def tensors(self) -> tuple[str, ...]:
+        """The tensor that they disagree about; its name is the first in the text."""
+        return _names_in(_FIRST, str(self))[:1]
+
+
+#: A name anywhere in a text.
+_FIRST = re.compile(_NAME)
+#: What the scheduler says of a stall: "worker 0 waits for 'x' (float32 of shape (4,)), which worker 1 has not pushed, 'y' …".
+_AWAITED = re.compile(rf"(?:\bwaits for |, ){_NAME}(?= \(|, | and |;|$)")
+_LACKING = re.compile(r"\bwhich worker (\d+) has not pushed")
 
 
 class StallError(BpsxError, TimeoutError):
-    """Every worker waits for a tensor that another worker has not pushed. Names the tensors."""
+    """Every worker waits for a tensor that another worker has not pushed. Names the tensors.
+
+    ``role`` and ``rank``: of a worker that has not pushed :attr:`tensor`. ``tensors``: what workers wait for.
+    """
+
+    @property
+    def role(self) -> str | None:
+        """``worker``."""
+        return "worker" if _LACKING.search(str(self)) else None
+
+    @property
+    def rank(self) -> int | None:
+        """The worker that has not pushed :attr:`tensor`."""
+        found = _LACKING.search(str(self))
+        return int(found[1]) if found else None
+
+    @property
+    def address(self) -> None:
+        """Not known."""
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """What workers wait for, a few for each of them."""
+        return _names_in(_AWAITED, str(self))
 
 
 class ProtocolError(BpsxError, RuntimeError):

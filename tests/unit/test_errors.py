@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 
 import pytest
 
 from bpsx import errors
+from bpsx.compression import Compression
 from source.places import SOURCE
+from unit.scheduler_tools import declare, running, waiting
 
 # A code's name in core/status.pxd -> the exception a user sees.
 MEANT = {
@@ -90,3 +94,48 @@ def test_every_error_is_a_runtime_error_as_scripts_for_horovod_and_pytorch_catch
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.BpsxError)]
     assert len(kinds) > 10
     assert all(issubclass(kind, RuntimeError) for kind in kinds)
+
+
+def all_kinds() -> list[type[errors.BpsxError]]:
+    """Every kind of error, PyTorch's too."""
+    import bpsx.torch  # noqa: F401  (defines more)
+
+    found, left = [], [errors.BpsxError]
+    while left:
+        kind = left.pop()
+        found.append(kind)
+        left += kind.__subclasses__()
+    return found
+
+
+def test_all_errors_have_the_attributes_and_copies_keep_them():
+    text = "tensor \"layer 1's\": worker 2 (10.0.0.1, pid 3) is gone"
+    kinds = all_kinds()
+    assert len(kinds) > 20
+    for kind in kinds:
+        error = kind(text)
+        error.add_note("noted")
+        for same in (error, copy.copy(error), copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
+            assert type(same) is kind and same.reason == str(same) == text and same.__notes__ == ["noted"]
+            if kind is not errors.StallError:
+                assert (same.role, same.rank, same.address) == ("worker", 2, "10.0.0.1")
+                assert (same.tensor, same.tensors) == ("layer 1's", ("layer 1's",))
+
+
+def test_an_error_about_nobody_says_so():
+    error = errors.ConfigError("BYTEPS_LOCAL_RANK='x': allowed is 0 or more")
+    assert (error.role, error.rank, error.address, error.tensor, error.tensors) == (None, None, None, None, ())
+
+
+def test_a_stall_says_what_is_waited_for_and_who_lacks_it():
+    m = running(3)
+    wire = Compression("onebit", ef="vanilla").text()
+    for rank, names in enumerate((["it's", "b"], ["c"], ["c"])):
+        for name in names:
+            m.declare(b"w%d" % rank, {**declare(name, [3, 4]), "codec": wire if name == "b" else ""})
+        out = m.waiting(b"w%d" % rank, waiting(*([name, 0, 0, 31.0] for name in names)), 100.0)
+    text = next(message["text"] for _, message in out if message["type"] == "RESET")
+    for error in (errors.StallError(text), pickle.loads(pickle.dumps(errors.StallError(text)))):
+        assert error.tensors == ("it's", "b", "c") and error.tensor == "it's", text
+        assert (error.role, error.rank, error.reason) == ("worker", 1, text)
+    assert (errors.StallError("x").role, errors.StallError("x").rank, errors.StallError("x").tensors) == (None, None, ())

@@ -334,7 +334,7 @@ class Membership:
         if not stuck or self.registry is None:
             return []
         shown = dict(list(stuck.items())[:8])
-        who = "; ".join(f"worker {r} waits for {names([self.registry.describe(*k) for k in keys], 4)}" for r, keys in shown.items())
+        who = "; ".join(f"worker {r} waits for {self._awaited(keys)}" for r, keys in shown.items())
         who += f"; and {len(stuck) - len(shown)} more workers" if len(stuck) > len(shown) else ""
         text = (f"nobody can go on: {who}; each of these has not been pushed by another worker. Do all workers use the same names and shapes, "
                 "in code that all of them reach, equally often? (For batches that run out earlier on some there is join(): "
@@ -350,6 +350,14 @@ class Membership:
         # Who has joined, too: it would push an old declaration again some day.
         reset = {"type": "RESET", "epoch": self.epoch, "status": -4, "text": text}
         return self._tell_error([w.ident for _, w in sorted(self._roster.live.items())], reset)
+
+    def _awaited(self, keys: Sequence[tuple[str, int]]) -> str:
+        """What a worker has pushed in vain, and who has not pushed the first. :class:`~bpsx.errors.StallError` reads it."""
+        assert self.registry is not None
+        described = [self.registry.describe(*key) for key in keys]
+        for rank in self._stalls.lacking(keys[0])[:1]:
+            described[0] += f", which worker {rank} has not pushed"
+        return names(described, 4)
 
     # ---- going
 

@@ -218,8 +218,8 @@ class Stalls:
         title = f"tensor {key[0]!r} round {wait.round}{more}"
         return f"{title}: pushed {seconds:.0f} s ago by worker {rank}, {why}"
 
-    def _who_lacks(self, key: Key) -> str:
-        """Which workers have not pushed ``key``, and what that looks like."""
+    def lacking(self, key: Key) -> list[int]:
+        """The lowest ranks that have not pushed ``key``, which others have; at most 8."""
         pushed = self._pushed[key]
         if pushed.candidates is None:
             pushed.candidates = sorted(self._workers)
@@ -230,6 +230,11 @@ class Stalls:
                 lacking.append(rank)
         for rank in lacking:
             heappush(pushed.candidates, rank)
+        return lacking
+
+    def _who_lacks(self, key: Key) -> str:
+        """Which workers have not pushed ``key``, and what that looks like."""
+        pushed, lacking = self._pushed[key], self.lacking(key)
         count = len(self._workers) - len(pushed.ranks)
         parts, waiting = [], False
         for rank in lacking:

@@ -43,17 +43,23 @@ _NONCE_PATIENCE = 30.0
 class Unreachable(TransportError):
     """No connection to a lane can be made, and the lane is not known to be gone."""
 
-    def __init__(self, address: str, why: str) -> None:
-        super().__init__(f"cannot connect to {address}: {why}")
+    def __init__(self, text: str, why: str = "") -> None:
+        """Copies are made of ``text`` alone, as of all errors."""
+        super().__init__(text)
         self.why = why
+
+
+def unreachable(address: str, why: str) -> Unreachable:
+    """The lane at ``address`` cannot be reached, because of ``why``."""
+    return Unreachable(f"cannot connect to {address}: {why}", why)
 
 
 def require_presence(address: str, error: OSError) -> None:
     """Raise :class:`Unreachable` unless a lane whose connection fails with ``error`` may have died: then the scheduler says so, which knows best."""
     if isinstance(error, TimeoutError):
-        raise Unreachable(address, "no answer; a firewall?") from error
+        raise unreachable(address, "no answer; a firewall?") from error
     if not isinstance(error, ConnectionError):
-        raise Unreachable(address, explain(error.errno) if error.errno else str(error)) from error
+        raise unreachable(address, explain(error.errno) if error.errno else str(error)) from error
 
 
 def _token(key: bytes, job: int, address: str, rank: int, nonce: bytes) -> bytes:
