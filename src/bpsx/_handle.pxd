@@ -35,6 +35,7 @@ cdef class Handle:
     cdef public object result
 
     cdef void _release_buffers(self)
+    cdef _end(self, timeout)
     cdef _output(self)
     cdef _meet(self, uint64_t stream)
     cdef bint has_ended(self)

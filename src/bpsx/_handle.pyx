@@ -11,6 +11,7 @@ from bpsx.core.status cimport DONE, PENDING
 from bpsx.core.sync cimport atomic_load, lock, now_ns, unlock
 
 from bpsx import errors
+from bpsx.tracebacks import CUT, shorten
 
 cdef extern from "<unistd.h>" nogil:
     int getpid()
@@ -76,6 +77,13 @@ cdef class Handle:
 
         Raises a :class:`bpsx.errors.BpsxError` if the operation failed, :class:`TimeoutError` after ``timeout`` seconds.
         """
+        try:
+            return self._end(timeout)
+        except CUT as error:
+            shorten(error)
+            raise error         # Cython's bare raise would bring the old traceback back
+
+    cdef _end(self, timeout):
         cdef int64_t end = 0, slice_end
         cdef bint finished, waited = False
         if getpid() != self.core.pid:
@@ -98,6 +106,7 @@ cdef class Handle:
         else:                           # failed or not: who goes on with the memory shall not meet us there
             self._meet(self.streams())
         if self.task.status < 0:
+            PyErr_CheckSignals()        # Ctrl-C has come to the others, too, whose end is no news then
             raise self.core.error_of(self)
         return self.result
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bpsx import arrays, errors, host_arrays, process_exit, spawned
+from bpsx import arrays, counting, errors, host_arrays, process_exit, spawned
 from bpsx._exit import set_exit_status
 from bpsx._handle import Handle
 from bpsx.arguments import check_handle, check_name, check_priority, checked_root
@@ -22,10 +22,13 @@ from bpsx.arrays import is_on_gpu
 from bpsx.compressing import Remembered
 from bpsx.compression import compression as check_compression
 from bpsx.config import ALONE, Config, Place, launched, place_fields
+from bpsx.counting import counted
 from bpsx.dtypes import BY_NAME
-from bpsx.host_arrays import StagedHandle
+from bpsx.resizing import resumed
 from bpsx.session import Session
 from bpsx.speed import Speed
+from bpsx.staged import StagedHandle
+from bpsx.tracebacks import public
 
 #: The exit status of who has been sent SIGINT, as shells count it.
 _INTERRUPTED = 130
@@ -55,6 +58,7 @@ class LocalPlace(NamedTuple):
     local_size: int
 
 
+@public
 def init(lazy: bool = True) -> None:
     """Join the job that the environment describes. Does nothing if that was done already. ``lazy`` is upstream's and ignored.
 
@@ -143,6 +147,7 @@ def finish(limit: float | None = None) -> float:
     return time.monotonic() - begin
 
 
+@public
 def shutdown() -> None:
     """Leave the job in good order: what is under way is finished first (``BPSX_SHUTDOWN_TIMEOUT``). Idempotent, thread-safe.
 
@@ -176,12 +181,14 @@ def _tell_untold(ours: Session) -> None:
         process_exit.end_child_with(1)
 
 
+@public
 def suspend() -> None:
     """Leave the job in good order, as :func:`shutdown`, but remember the order of declared names for :func:`resume`, and how they are compressed,
     with residuals and momentum. All workers do it, or those that go on fail for want of this one. Does nothing before :func:`init`."""
     _leave(remember=True)
 
 
+@public
 def resume(num_workers: int, num_servers: int, global_rank: int | None = None, context: object = None) -> None:
     """Join another job, after :func:`suspend`: of ``num_workers`` machines and ``num_servers`` servers, at the same scheduler address.
 
@@ -196,7 +203,7 @@ def resume(num_workers: int, num_servers: int, global_rank: int | None = None, c
             raise errors.ConfigError("resume: this process is in a job; call suspend() first")
         if _placed:
             raise errors.ConfigError("resume: torchrun has given this process its place, which bpsx.resume cannot see: call bpsx.torch.resume")
-        _adopt(_next_session(_resumed(num_workers, num_servers, global_rank)))
+        _adopt(_next_session(resumed(num_workers, num_servers, global_rank)))
 
 
 def _next_session(config: Config) -> Session:
@@ -211,28 +218,6 @@ def _next_session(config: Config) -> Session:
             if time.monotonic() >= end:
                 raise
             time.sleep(_ASK_AGAIN)
-
-
-def check_size(num_workers: int, num_servers: int) -> None:
-    """Whether a job may have that size. Raises :class:`~bpsx.errors.ConfigError`."""
-    for name, value, least in (("num_workers", num_workers, 1), ("num_servers", num_servers, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= 65535:
-            raise errors.ConfigError(f"resume: {name}={value!r}; allowed are {least} to 65535")
-
-
-def _resumed(num_workers: int, num_servers: int, global_rank: int | None) -> Config:
-    """The environment's options with another size. Raises :class:`~bpsx.errors.ConfigError`."""
-    now = Config(role="worker")
-    check_size(num_workers, num_servers)
-    changes: dict[str, Any] = {"num_worker": num_workers, "num_server": num_servers}
-    if global_rank is not None:
-        if not isinstance(global_rank, int) or not 0 <= global_rank < num_workers * now.local_size:
-            raise errors.ConfigError(f"resume: global_rank={global_rank!r}; allowed are 0 to {num_workers * now.local_size - 1}")
-        if global_rank % now.local_size != now.local_rank:
-            raise errors.ConfigError(f"resume: global_rank={global_rank} is not of a process with BYTEPS_LOCAL_RANK={now.local_rank}: it is "
-                                     f"machine * {now.local_size} (BYTEPS_LOCAL_SIZE) + {now.local_rank}")
-        changes["worker_id"] = global_rank // now.local_size
-    return Config(role="worker", **changes)
 
 
 def _at_exit() -> None:
@@ -269,31 +254,44 @@ def session() -> Session:
     return found
 
 
+def _refused(kind: str, name: str, count: int) -> None:
+    if initialised():
+        session().refused(kind, name, count)
+
+
+counting.refused = _refused
+
+
 def _local_place() -> Session | LocalPlace:
     """This worker's place on its machine: between :func:`suspend` and :func:`resume` what it was, which scripts use to find their next rank."""
     return _suspended if _session is None and _suspended is not None and _owner_pid == os.getpid() else session()
 
 
+@public
 def rank() -> int:
     """This worker's rank, 0 to ``size()`` - 1."""
     return session().rank
 
 
+@public
 def size() -> int:
     """Number of worker processes in the job."""
     return session().size
 
 
+@public
 def local_rank() -> int:
     """This worker's index on its machine."""
     return _local_place().local_rank
 
 
+@public
 def local_size() -> int:
     """Worker processes on this machine."""
     return _local_place().local_size
 
 
+@public
 def declare(name: str, compression: Mapping[str, Any] | None = None) -> int:
     """Fix the place of ``name`` in the order of declaration; returns it (0, 1, …). Calling it again changes nothing but compression.
 
@@ -305,6 +303,8 @@ def declare(name: str, compression: Mapping[str, Any] | None = None) -> int:
     return ours.declare(name, None if compression is None else check_compression(compression, f"compression of {name!r}"))
 
 
+@public
+@counted("push_pull")
 def push_pull_async(
     array: np.ndarray, name: str | None = None, average: bool = True, priority: int = 0, output: np.ndarray | None = None,
     learning_rate: float | None = None,
@@ -327,6 +327,8 @@ def push_pull_async(
     return _push_pull(array, name, average, priority, output, learning_rate, will_wait=False)
 
 
+@public
+@counted("push_pull")
 def push_pull(
     array: np.ndarray, name: str | None = None, average: bool = True, priority: int = 0, output: np.ndarray | None = None,
     learning_rate: float | None = None,
@@ -336,12 +338,14 @@ def push_pull(
     return result
 
 
+@public
 def poll(handle: Handle | StagedHandle) -> bool:
     """Whether ``handle``'s operation has ended. Does not block. Raises :class:`~bpsx.errors.ConfigError` for what is no handle."""
     check_handle(handle, "poll")
     return handle.done()
 
 
+@public
 def synchronize(handle: Handle | StagedHandle) -> Any:
     """Wait for ``handle`` and return its result.
 
@@ -352,6 +356,8 @@ def synchronize(handle: Handle | StagedHandle) -> Any:
     return handle.wait()
 
 
+@public
+@counted("broadcast")
 def broadcast(array: np.ndarray, root_rank: int = 0, name: str | None = None, output: np.ndarray | None = None) -> np.ndarray:
     """``array`` as it is on worker ``root_rank``, bit for bit, on every worker. Shape and dtype must agree (the byte order may differ); any
     fixed-size dtype, structured ones too, but no masked elements.
@@ -365,22 +371,20 @@ def broadcast(array: np.ndarray, root_rank: int = 0, name: str | None = None, ou
         found: np.ndarray = _broadcast_on_gpu(array, root, name, output)
         return found
     what = name or "array"
-    try:
-        given = host_arrays.movable(array, what)
-        memory = host_arrays.copied(given, output, what)
-        raw = host_arrays.as_bytes(memory.target)
-        shape, code = host_arrays.declared_as(memory.target)
-    except BaseException:
-        ours.refused(name)
-        raise
+    given = host_arrays.movable(array, what)
+    memory = host_arrays.copied(given, output, what)
+    raw = host_arrays.as_bytes(memory.target)
+    shape, code = host_arrays.declared_as(memory.target)
     handle = ours._submit(
-        name or f"unnamed.broadcast.{memory.target.dtype}.{given.shape}", shape, code, raw.nbytes,
+        name or f"broadcast.noname.{memory.target.dtype}.{given.shape}", shape, code, raw.nbytes,
         raw if root == ours.rank else None, raw, divisor=root, broadcast=True, asynchronous=False, priority=0, will_wait=True,
         owner=memory.output, result=memory.output)
     result: np.ndarray = memory.handle(handle).wait()
     return result
 
 
+@public
+@counted("seed")
 def seed(array: np.ndarray, name: str, root_rank: int = 0, output: np.ndarray | None = None) -> np.ndarray:
     """Asynchronous training: set the servers' value of ``name`` to worker ``root_rank``'s ``array``, and return it. All workers call it, and
     it waits for all. What has been pushed before is overwritten; without it the value begins as zeros.
@@ -403,6 +407,7 @@ def seed(array: np.ndarray, name: str, root_rank: int = 0, output: np.ndarray | 
     return result
 
 
+@public
 def join() -> int:
     """Say that this worker has no more data, and wait until all workers have said so. Returns the rank that said it last, on all workers.
 
@@ -417,11 +422,13 @@ def join() -> int:
     return session().join()
 
 
+@public
 def barrier() -> None:
     """Wait until every worker is here."""
     session().barrier()
 
 
+@public
 def get_pushpull_speed() -> Speed:
     """(milliseconds since the epoch, MB/s): the rate at which tensors came home since the last call, over the time in which any were under
     way; while none has been since then, what the last call returned. MB are 10^6 bytes of tensor, counted once.
@@ -431,6 +438,7 @@ def get_pushpull_speed() -> Speed:
     return session().speed()
 
 
+@public
 def trace_start() -> None:
     """Record a timeline of every push_pull that begins from now on, until :func:`trace_stop`. Does nothing if one is being recorded.
 
@@ -439,6 +447,7 @@ def trace_start() -> None:
     session().reporter.start()
 
 
+@public
 def trace_stop() -> str | None:
     """End what :func:`trace_start` began and return the path of the file, in ``BYTEPS_TRACE_DIR``; see docs/tracing.md.
 
@@ -458,14 +467,10 @@ def _push_pull(
     check_priority(priority, "push_pull")
     if is_on_gpu(array):
         return _push_pull_on_gpu(array, name, average, priority, output, rate, will_wait)
-    try:
-        given, dtype = host_arrays.summand(array, name or "array")
-        memory = host_arrays.operands(given, output, name or "array")
-    except BaseException:
-        ours.refused(name)      # other workers may have pushed theirs
-        raise
+    given, dtype = host_arrays.summand(array, name or "array")
+    memory = host_arrays.operands(given, output, name or "array")
     return memory.handle(ours._submit(
-        name or f"unnamed.{dtype.name}.{given.shape}", given.shape, dtype.code, given.nbytes, host_arrays.as_words(memory.source),
+        name or f"push_pull.noname.{dtype.name}.{given.shape}", given.shape, dtype.code, given.nbytes, host_arrays.as_words(memory.source),
         host_arrays.as_words(memory.target), divisor=ours.size if average else 1, priority=priority, will_wait=will_wait,
         rate=-1.0 if rate is None else float(rate), owner=None, result=memory.output))
 
@@ -478,7 +483,7 @@ def _push_pull_on_gpu(
     source, target = arrays.view(arrays.contiguous(array, what), what), arrays.view(out, what)
     arrays.check_overlap(source, target, what)
     return session().push_pull(
-        name or f"unnamed.{source.dtype}.{source.shape}", source, target, average=average, priority=priority, will_wait=will_wait,
+        name or f"push_pull.noname.{source.dtype}.{source.shape}", source, target, average=average, priority=priority, will_wait=will_wait,
         rate=-1.0 if rate is None else float(rate), result=out)
 
 
@@ -490,5 +495,5 @@ def _broadcast_on_gpu(array: Any, root: int, name: str | None, output: Any) -> A
     arrays.check_overlap(source, target, what)
     ours.devices.copy(what, arrays.as_bytes(source), arrays.as_bytes(target))
     return ours.broadcast(
-        name or f"unnamed.broadcast.{source.dtype}.{source.shape}", target if target.dtype in BY_NAME else arrays.as_bytes(target), root, result=out,
+        name or f"broadcast.noname.{source.dtype}.{source.shape}", target if target.dtype in BY_NAME else arrays.as_bytes(target), root, result=out,
         asynchronous=False).wait()

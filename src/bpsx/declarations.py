@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from collections import Counter
 from typing import Any
 
 from bpsx._core import Core
@@ -17,12 +18,22 @@ from bpsx._handle import Handle
 from bpsx._tensor import Declared
 from bpsx.compressing import Compressing
 from bpsx.compression import Compression, parse
+from bpsx.counting import mine
 from bpsx.joining import Joining
 from bpsx.rendezvous.client import Link
 from bpsx.rendezvous.messages import MOST_ITEMS
 from bpsx.reporting import Reporter
 
 log = logging.getLogger("bpsx.session")
+
+
+def _stands_for(which: tuple[str, str], name: str) -> bool:
+    """Whether ``which`` means ``name``: ("unnamed", verb), ("name", name), or ("below", name), which stands for all that begin with it and a
+    dot, too."""
+    kind, text = which
+    if kind == "unnamed":
+        return name.startswith(f"{text}.") and ".noname." in name
+    return name == text or kind == "below" and name.startswith(text if text.endswith(".") else f"{text}.")
 
 
 class Declarations:
@@ -43,6 +54,7 @@ class Declarations:
         self._declared: dict[tuple[str, int], Declared] = {}                   # every declaration by (name, generation)
         self._shapes: dict[tuple[str, tuple[int, ...], int, Compression | None], Declared] = {}    # ... and by what it is, to find it again
         self._generations: dict[str, int] = {}
+        self._renewed: Counter[tuple[str, str]] = Counter()     # what has been refused, for names that are seen later
         self._lost: dict[str, Declared] = {}                # the latest of a name that has failed
         self._epoch = 0
         self._threads = {threading.get_ident()}             # those that have begun push_pulls, or the session
@@ -113,7 +125,7 @@ class Declarations:
                 declared.failed, declared.pending = True, []
                 if declared.tensor is not None:
                     self._core.fail_tensor(declared.tensor, status, text)
-            for known in (self._tensors, self._declared, self._shapes, self._generations, self._lost, self._said):
+            for known in (self._tensors, self._declared, self._shapes, self._generations, self._lost, self._said, self._renewed):
                 known.clear()
             self._epoch, self._calls = epoch, 0
             self._settled.notify_all()
@@ -156,23 +168,38 @@ class Declarations:
 
     # ---- the way in
 
-    def refused(self, name: str | None) -> None:
-        """A push_pull of ``name`` was refused before :meth:`bpsx.session.Session.push_pull` or ``broadcast`` knew of it; for who refuses. It
-        counts as one, as it does on workers where it was not refused. Without a name: they will be told that they are out of step."""
-        self._calls += 1
-        if isinstance(name, str):
-            self._renew(name)
+    def refused(self, kind: str, name: str, count: int = 1) -> None:
+        """``count`` push_pulls of names that ``(kind, name)`` stands for were refused before the session knew of them. They count as they do on
+        workers where they were not refused."""
+        if not self._joining.active:
+            self._calls += count
+            self._renew_all((kind, name))
 
     def _renew(self, name: str) -> None:
         """A push_pull of ``name`` was asked for, and has been refused or interrupted: perhaps it has begun, perhaps not. So the next one shall not
         meet what others have pushed for this one: it declares the name anew. Where all workers were refused, they go on together."""
+        if mine.inside:
+            mine.broken = True      # the verb around it renews all that it needs
+        else:
+            self._renew_all(("name", name))
+
+    def _renew_all(self, which: tuple[str, str]) -> None:
+        """Have the names that ``which`` stands for declared anew, also those that have not been seen yet."""
         with self._lock:
             if self._link is None or self._closed:
                 return
-            self._tensors.pop(name, None)
-            for known in [known for known in self._shapes if known[0] == name]:
-                del self._shapes[known]
-            self._generations[name] = self._generations.get(name, 0) + 1
+            for name in [name for name in self._generations if _stands_for(which, name)]:
+                self._tensors.pop(name, None)
+                for known in [known for known in self._shapes if known[0] == name]:
+                    del self._shapes[known]
+                self._generations[name] += 1
+            self._renewed[which] += 1
+
+    def _generation(self, name: str) -> int:
+        """The next one of ``name``. The lock is held."""
+        if name not in self._generations:
+            self._generations[name] = sum(count for which, count in self._renewed.items() if _stands_for(which, name))
+        return self._generations[name]
 
     def _first_sight(self, handle: Handle, name: str, shape: tuple[int, ...], dtype: int, nbytes: int, codec: Compression | None) -> None:
         """Find what a name means when it is not what it meant last, or declare it. The lock is held."""
@@ -206,7 +233,7 @@ class Declarations:
     def _declare(self, name: str, shape: tuple[int, ...], dtype: int, nbytes: int, codec: Compression | None) -> Declared:
         """Ask the scheduler for places. The lock is held."""
         assert self._link is not None
-        generation = self._generations.get(name, 0)
+        generation = self._generation(name)
         self._generations[name] = generation + 1
         declared = Declared(generation, shape, dtype, nbytes, codec)
         self._declared[name, generation] = self._shapes[name, shape, dtype, codec] = declared

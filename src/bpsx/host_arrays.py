@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,31 +10,7 @@ from bpsx._handle import Handle
 from bpsx.arguments import check_unmasked
 from bpsx.dtypes import BY_NAME, DType, UnsupportedDType, dtype_named
 from bpsx.errors import ConfigError
-
-
-class StagedHandle:
-    """Handle of an operation whose result is copied from ``stage`` into the ``output`` that the caller sees.
-
-    The first :meth:`wait` to succeed makes the copy. Thread-safe.
-    """
-
-    def __init__(self, inner: Handle, stage: np.ndarray, output: np.ndarray) -> None:
-        self._inner, self._stage, self._output = inner, stage, output
-        self._lock = threading.Lock()
-        self._copied = False
-
-    def done(self) -> bool:
-        """Whether the transfer has ended; the output is complete after :meth:`wait`. Does not block."""
-        return self._inner.done()
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Wait, complete the output and return it. Raises what made the transfer fail."""
-        self._inner.wait(timeout)
-        with self._lock:
-            if not self._copied:
-                _plain(self._output)[...] = self._stage
-                self._copied = True
-        return self._output
+from bpsx.staged import StagedHandle
 
 
 class Operands(NamedTuple):
@@ -50,7 +25,10 @@ class Operands(NamedTuple):
 
     def handle(self, begun: Handle) -> Handle | StagedHandle:
         """Handle for the caller, of the operation ``begun`` between ``source`` and ``target``."""
-        return StagedHandle(begun, self.target, self.output) if self.staged else begun
+        return StagedHandle(begun, self._complete, self.output) if self.staged else begun
+
+    def _complete(self) -> None:
+        _plain(self.output)[...] = self.target
 
 
 def summand(array: Any, what: str) -> tuple[np.ndarray, DType]:

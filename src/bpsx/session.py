@@ -14,6 +14,7 @@ from bpsx._watch import monotonic_ns
 from bpsx.compressing import Compressing, Remembered
 from bpsx.compression import Compression
 from bpsx.config import Config
+from bpsx.counting import mine
 from bpsx.declarations import Declarations
 from bpsx.declaring import check_name, check_new
 from bpsx.devices import Devices, OnGpu, Streams, View
@@ -263,7 +264,7 @@ class Session(Declarations):
             dtype = BY_NAME.get(source.dtype) or dtype_named(source.dtype, repr(name))
             place = None if source.gpu < 0 and target.gpu < 0 else self.devices.place(name, source, target)
         except BaseException:
-            self.refused(name)
+            self._refuse(name)
             raise
         return self._submit(
             name, source.shape, dtype.code, source.nbytes, (source.address, source.nbytes),
@@ -277,7 +278,12 @@ class Session(Declarations):
         Begins those that it can: they have their handles then, and the others what :meth:`push_pull` would raise. Raises what concerns all.
         """
         self._threads.add(threading.get_ident())
-        on = self.devices.place_on(items[0].name, gpu, streams, stream)
+        try:
+            on = self.devices.place_on(items[0].name, gpu, streams, stream)
+        except BaseException:
+            for item in items:
+                self._refuse(item.name)
+            raise
         divisor = self.size if average else 1
         quick = not (self.compressing.any or self._async or self._joining.active)       # those known need no word of ours
         self._core.submit_all(items, self._tensors if quick else {}, FLOAT_CODES, divisor, on)
@@ -302,14 +308,17 @@ class Session(Declarations):
 
         Raises :class:`~bpsx.errors.ConfigError` for a root that does not exist.
         """
-        if not 0 <= root < self.size:
-            self.refused(name)
-            raise errors.ConfigError(f"{name!r}: root rank {root}; allowed are 0 to {self.size - 1}")
+        try:
+            if not 0 <= root < self.size:
+                raise errors.ConfigError(f"{name!r}: root rank {root}; allowed are 0 to {self.size - 1}")
+            dtype, on = dtype_named(view.dtype, repr(name)), self.devices.place(name, view, view)
+        except BaseException:
+            self._refuse(name)
+            raise
         place = (view.address, view.nbytes)
         return self._submit(
-            name, view.shape, dtype_named(view.dtype, repr(name)).code, view.nbytes, place if root == self.rank else None, place,
-            divisor=root, broadcast=True, priority=0, will_wait=False, owner=view.owner, result=result,
-            on=self.devices.place(name, view, view), asynchronous=asynchronous)
+            name, view.shape, dtype.code, view.nbytes, place if root == self.rank else None, place, divisor=root, broadcast=True, priority=0,
+            will_wait=False, owner=view.owner, result=result, on=on, asynchronous=asynchronous)
 
     def barrier(self) -> None:
         """Wait until every worker has called this as often as this worker has."""
@@ -339,6 +348,7 @@ class Session(Declarations):
         self._joining.check(name)
         self._threads.add(threading.get_ident())
         self._calls += 1
+        mine.asked += 1
         try:
             asynchronous = self._async if asynchronous is None else asynchronous
             codec = None if broadcast else self.compressing.of(name, dtype, nbytes)
@@ -370,6 +380,13 @@ class Session(Declarations):
         except BaseException:
             self._renew(name)
             raise
+
+    def _refuse(self, name: str) -> None:
+        """A push_pull of ``name`` has been refused before :meth:`_submit`."""
+        if not self._joining.active:
+            self._calls += 1
+            mine.asked += 1
+            self._renew(name)
 
     def speed(self) -> Speed:
         """Since the last call, per second in which anything was under way; zeros without telemetry."""

@@ -19,6 +19,7 @@ from bpsx.companions import Companions
 from bpsx.config import ALONE, Config, Place, launched
 from bpsx.errors import ConfigError, RendezvousError
 from bpsx.host import machine
+from bpsx.resizing import check_size
 from bpsx.secret import make
 from bpsx.transports.address import interface_address, is_here, is_ipv6, is_loopback, join_host_port, own_address_towards, resolve
 
@@ -123,7 +124,7 @@ def resume(open_store: OpenStore, num_workers: int, num_servers: int, global_ran
         if ours is None or api.initialised() or not _meets_at_store(ours):
             api.resume(num_workers, num_servers, global_rank)
             return
-        api.check_size(num_workers, num_servers)
+        check_size(num_workers, num_servers)
         if global_rank not in (None, ours.rank):
             raise ConfigError(f"resume: global_rank={global_rank!r}, but for {ours.launcher} this is worker {ours.rank}: leave it out")
         _join(ours, open_store, (num_workers, num_servers))

@@ -9,11 +9,27 @@ import contextlib
 import shutil
 from typing import Any
 
+import pytest
+
 from bench import network as plain
 from bench.network import Links, run
 from bench.report import BenchError
 from jobs import Job
 
+#: A worker that pushes until the job fails, and reports how and when.
+STEPPING = """
+    import bpsx, numpy as np, time
+    bpsx.init()
+    a = np.ones(200_000, np.float32)
+    bpsx.barrier()
+    report("running")
+    try:
+        while True:
+            bpsx.push_pull(a, name="x")
+    except bpsx.BpsxError as e:
+        report([type(e).__name__, str(e), time.time()])
+        sys.exit(7)
+"""
 _RULE = "add table inet cut; add chain inet cut {0} {{ type filter hook {0} priority 0; }}; add rule inet cut {0} {1}"
 
 
@@ -28,6 +44,11 @@ def why_not() -> str:
     except BenchError as e:
         return f"this kernel does not allow it: {e}"
     return ""
+
+
+_WHY_NOT = why_not()
+#: Marks what needs such a network.
+needed = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
 
 
 class Network(Links):

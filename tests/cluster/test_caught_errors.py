@@ -11,6 +11,7 @@ import textwrap
 
 import pytest
 
+import optional
 from jobs import Job, run
 
 FAST = {"BPSX_DEADLOCK_SECONDS": "1.2", "BPSX_STALL_WARN_SECONDS": "0.2"}
@@ -64,6 +65,19 @@ _PROGRAM = """
             report([step, type(e).__name__, "the job has to end" in str(e), str(e)])
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+
+
+#: The same with tensors of PyTorch's.
+_WITH_TORCH = """
+    import torch, bpsx.torch as bps
+    def begin(step, op):
+        kind, name = op[0], op[1]
+        if kind == "refuse":
+            wrong = [torch.ones(3, dtype=torch.bool), torch.ones(3, device="meta"), torch.ones(3).to_sparse(), "text"]
+            return bps.push_pull_async(wrong[step % 4], name=name)
+        value = torch.from_numpy(mine(step, op[2] if kind == "length" else 0))
+        return bps.push_pull_async_inplace(value, name=name, average=kind == "average")
 """
 
 
@@ -123,10 +137,11 @@ CASES = [(seed, workers, servers, processes) for seed, (workers, servers, proces
 
 
 @pytest.mark.parametrize(("seed", "workers", "servers", "processes"), CASES)
-def test_after_any_caught_error_sums_are_right(seed, workers, servers, processes):
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_after_any_caught_error_sums_are_right(seed, workers, servers, processes, framework):
     """Programs in which all workers are at the same point when something fails."""
     made = program(seed, workers)
-    source = f"    PROGRAM = {made!r}\n" + _PROGRAM
+    source = f"    PROGRAM = {made!r}\n" + _PROGRAM.replace("    joined = None\n", _WITH_TORCH if framework == "torch" else "")
     with Job(source, workers, servers, processes=processes, env=FAST) as job:
         found = job.results()
     for reports in found:
@@ -213,6 +228,72 @@ OUT_OF_STEP = {
             caught(lambda: bpsx.push_pull(np.full(1, step + 1, np.float32), "x", average=False))
     """,
 }
+
+
+#: By framework: imports; and by what is refused: what step 0 does on worker 0 instead of {good}, and that.
+REFUSED = {
+    "torch": ("import torch, bpsx.torch as bps", {
+        "a dtype": ("bps.push_pull(torch.ones(1).bool(), average=False, name='x')", "bps.push_pull(one, average=False, name='x')"),
+        "a device": ("bps.push_pull(torch.ones(1, device='meta'), average=False, name='x')", "bps.push_pull(one, average=False, name='x')"),
+        "without a name": ("bps.push_pull(torch.ones(1).bool(), average=False)", "bps.push_pull(one, average=False)"),
+        "an argument": ("bps.push_pull(one, average=False, name='x', priority='high')", "bps.push_pull(one, average=False, name='x')"),
+        "a compressor": ("bps.push_pull(one, average=False, name='x', compression=5)", "bps.push_pull(one, average=False, name='x')"),
+        "shared elements": ("bps.push_pull_inplace(torch.ones(1).expand(3), average=False, name='x')",
+                            "bps.push_pull_inplace(one.repeat(3), average=False, name='x')"),
+        "rows": ("bps.all_gather(torch.tensor(1.0), name='x')", "bps.all_gather(one, name='x').sum(0, keepdim=True)"),
+        "Horovod's": ("hvd.allreduce(torch.ones(1).bool(), op=hvd.Sum, name='x')", "hvd.allreduce(one, op=hvd.Sum, name='x')"),
+        "one of a group": ("hvd.grouped_allreduce([one, torch.ones(1).bool(), one], op=hvd.Sum)[2]",
+                           "hvd.grouped_allreduce([one, one, one], op=hvd.Sum)[2]"),
+        "parameters": ("bps.broadcast_parameters([('x', 5)], 1)", "spread(one)"),
+        "a gradient": ("gradient(torch.ones(1, device='meta'))", "gradient(one)"),
+    }),
+    "tensorflow": ("import tensorflow as tf, bpsx.tensorflow as bps", {
+        "a dtype": ("bps.push_pull(tf.constant(['text']), average=False, name='x')", "bps.push_pull(one, average=False, name='x')"),
+        "with a scope": ("bps.push_pull(tf.constant(['text']), 's/', average=False, name='x')", "bps.push_pull(one, 's/', average=False, name='x')"),
+    }),
+    "mxnet": ("import bpsx.mxnet as bps, mxnet as mx", {
+        "a dtype": ("bps.byteps_push_pull(one.astype('bool'), name='x', is_average=False)", "summed(one)"),
+    }),
+}
+_HELPERS = {
+    "torch": """
+import bpsx.torch.horovod as hvd
+from bpsx.torch.batch import Named, push
+def of(value): return torch.full((1,), value)
+def spread(one):
+    one = one * 2
+    bps.broadcast_parameters([("x", one)], 1)
+    return one
+def gradient(one): return push(one, Named("Gradient.x", "gradient of 'x'", 0), False).wait()
+""",
+    "tensorflow": "def of(value): return tf.fill([1], value)",
+    "mxnet": """
+def of(value): return mx.nd.full((1,), value)
+def summed(one):
+    bps.byteps_push_pull(one, name="x", is_average=False)
+    return one.asnumpy()
+""",
+}
+
+
+@pytest.mark.parametrize(("framework", "what"), [(f, what) for f, (_, cases) in REFUSED.items() for what in cases])
+def test_what_a_plugin_refuses_on_one_worker_shifts_nothing(framework, what):
+    if framework in optional.OPTIONAL and (why := optional.why_missing(framework)):
+        pytest.skip(why)
+    head, cases = REFUSED[framework]
+    bad, good = cases[what]
+    caught = _CAUGHT.replace("except (bpsx.BpsxError, TypeError)", "except Exception").replace(
+        "found[0] in (2.0, 4.0, 6.0, 8.0)", "float(found[0]) == 2.0 * (step + 1)")
+    steps = f"""
+for step in range(4):
+    one = of(step + 1.0)
+    caught((lambda: {bad}) if rank == step == 0 else lambda: {good})
+report(any("has to end" in text or "nobody can go on" in text for text in told))
+"""
+    with Job(f"{caught}{head}\n{_HELPERS[framework]}\n{steps}", env={**FAST, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}) as job:
+        for worker in job.workers:
+            worker.wait()
+        assert [w.reports() for w in job.workers] == [[True], [True]], "\n".join(w.text() for w in job.workers)
 
 
 @pytest.mark.parametrize("how", OUT_OF_STEP)

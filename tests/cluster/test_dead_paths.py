@@ -5,23 +5,10 @@ from __future__ import annotations
 import time
 
 import pytest
-from network import net_job, why_not
+from network import STEPPING, needed, net_job
 
 from jobs import TRANSPORTS, Job
 
-_STEPPING = """
-    import bpsx, numpy as np, time
-    bpsx.init()
-    a = np.ones(200_000, np.float32)
-    bpsx.barrier()
-    report("running")
-    try:
-        while True:
-            bpsx.push_pull(a, name="x")
-    except bpsx.BpsxError as e:
-        report([type(e).__name__, str(e), time.time()])
-        sys.exit(7)
-"""
 #: What is dropped where the server is, given its lane's port.
 _CUTS = {
     "to the lane": ("input", "tcp dport {}"),
@@ -30,11 +17,11 @@ _CUTS = {
 }
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@needed
 @pytest.mark.parametrize(("cut", "transport"), [*((cut, "zmq") for cut in _CUTS), ("large packets", "tcp")])
 def test_a_dead_data_path_ends_the_job_and_is_named(cut, transport):
     env = {"PS_HEARTBEAT_INTERVAL": "0.5", "PS_HEARTBEAT_TIMEOUT": "2", "BYTEPS_LOG_LEVEL": "info", **TRANSPORTS[transport]}
-    with net_job(_STEPPING, env) as (network, job):
+    with net_job(STEPPING, env) as (network, job):
         port = job.servers[0].wait_for_line("server 0: ").rpartition(":")[2]
         for worker in job.workers:
             worker.wait_for_line("running")

@@ -5,32 +5,18 @@ from __future__ import annotations
 import time
 
 import pytest
-from network import NetJob, Network, net_job, why_not
+from network import STEPPING, NetJob, Network, needed, net_job
 
 from traces import about, load
 
-_WHY_NOT = why_not()
-pytestmark = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT)
+pytestmark = needed
 
 _SHORT = {"PS_HEARTBEAT_INTERVAL": "0.5", "PS_HEARTBEAT_TIMEOUT": "2"}
-_STEPPING = """
-    import bpsx, numpy as np, time
-    bpsx.init()
-    a = np.ones(200_000, np.float32)
-    bpsx.barrier()
-    report("running")
-    try:
-        while True:
-            bpsx.push_pull(a, name="x")
-    except bpsx.BpsxError as e:
-        report([type(e).__name__, str(e), time.time()])
-        sys.exit(7)
-"""
 
 
 @pytest.mark.parametrize("who", ["worker 1", "server 0", "scheduler"])
 def test_a_cut_is_noticed_by_silence_named_and_ends_everything(who):
-    with net_job(_STEPPING, _SHORT) as (network, job):
+    with net_job(STEPPING, _SHORT) as (network, job):
         for worker in job.workers:
             worker.wait_for_line("running")
         began = time.time()

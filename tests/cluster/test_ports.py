@@ -12,7 +12,7 @@ import sys
 import time
 
 import pytest
-from network import net_job, why_not
+from network import needed, net_job
 
 from bpsx.launch import findings
 from bpsx.transports.reach import unreachable
@@ -30,7 +30,7 @@ _SUM = """
 _SECRET = "a secret for the ports' tests"
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@needed
 @pytest.mark.parametrize(("transport", "how", "why"), [
     ("zmq", "drop", "no answer; a firewall?"), ("tcp", "drop", "no answer; a firewall?"), ("zmq", "reject with tcp reset", "refused"),
 ])

@@ -50,6 +50,10 @@ HOOKS: dict[str, _Register] = {
 }
 
 
+#: Those that cannot work with gloo on the CPU: they need NCCL, or read its futures' values. They are compared all the same.
+NOT_WITH_GLOO = {"bf16 of allreduce", "batched PowerSGD", "quantized", "quantized by channel"}
+
+
 def _trained(register: _Register, group: Any) -> Any:
     """The weights after some steps, or the text of what failed."""
     torch.manual_seed(3)
@@ -139,7 +143,8 @@ def test_every_hook_of_pytorch_does_what_it_does_with_gloo(tmp_path: Path) -> No
                 # bpsx averages halves itself; else what is sent, and so every bit, is the same.
                 atol = 1e-6 if name == "fp16 of bpsx" else 0
                 torch.testing.assert_close(ours, reference, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
-        assert sum(isinstance(reference, torch.Tensor) for _, reference in found.values()) >= 7      # 9 with PyTorch 2.13
+        work = {name for name, (_, reference) in found.items() if isinstance(reference, torch.Tensor)}
+        assert work >= {*HOOKS, "fp16 of bpsx"} - NOT_WITH_GLOO, {name: found[name] for name in sorted(set(found) - work)}
 
 
 def test_a_callback_may_wait_for_other_futures(tmp_path: Path) -> None:

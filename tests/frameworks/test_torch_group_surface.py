@@ -140,6 +140,28 @@ def job_profiled() -> Any:
     return [e.name for e in seen.events()], shapes, tensor
 
 
+def job_profiled_push_pulls() -> Any:
+    model = torch.nn.Linear(3, 3)
+    optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    with profile() as seen:
+        bps.push_pull(torch.ones(5), name="one")
+        bps.synchronize(bps.push_pull_async(torch.ones(5), name="later"))
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    bps.push_pull(torch.ones(5), name="unseen")
+    return [e.name for e in seen.events()]
+
+
+def test_push_pulls_are_seen_by_the_profiler(tmp_path: Path) -> None:
+    finished = run_job(__file__, ["job_profiled_push_pulls"], tmp_path, workers=2)
+    assert sorted(finished.results) == [0, 1], finished.output[-4000:]
+    for result in finished.results.values():
+        names = result["job_profiled_push_pulls"]
+        for name in ("one", "later", "Gradient.weight", "Gradient.bias"):
+            assert names.count(f"bpsx:push_pull {name}") == 1, names
+        assert names.count("bpsx::push_pull") == 4
+
+
 def test_pytorch_is_answered_wherever_gloo_answers(tmp_path: Path) -> None:
     jobs = ["job_surface", "job_coalescing_by_device", "job_timeout", "job_mesh"]
     finished = run_job(__file__, jobs, tmp_path, workers=2)

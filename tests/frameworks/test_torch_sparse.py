@@ -11,6 +11,7 @@ from torch import nn
 from torch_job import Finished, each, run_job
 
 import bpsx.torch as bps
+import bpsx.torch.horovod as hvd
 from bpsx.errors import MismatchError, PeerLostError
 
 pytestmark = pytest.mark.timeout(300)
@@ -84,9 +85,9 @@ def optimizers(model: Model, name: str) -> list[tuple[str, torch.optim.Optimizer
     return [("all", torch.optim.SGD([*tables, *model.out.parameters()], lr=0.05))]
 
 
-def train(name: str, sparse_as_dense: bool = False) -> Any:
+def train(name: str, sparse_as_dense: bool = False, distributed: Any = bps.DistributedOptimizer) -> Any:
     model = Model()
-    ours: list[Any] = [bps.DistributedOptimizer(o, model.named_parameters(), sparse_as_dense=sparse_as_dense) for _, o in optimizers(model, name)]
+    ours: list[Any] = [distributed(o, model.named_parameters(), sparse_as_dense=sparse_as_dense) for _, o in optimizers(model, name)]
     layouts = []
     for step in range(STEPS):
         for o in ours:
@@ -108,6 +109,14 @@ def job_sparse_adam() -> Any:
 
 def job_as_dense() -> Any:
     return train("SGD", sparse_as_dense=True)
+
+
+def job_adam_as_dense() -> Any:
+    return train("SparseAdam", sparse_as_dense=True)
+
+
+def job_adam_as_dense_horovod() -> Any:
+    return train("SparseAdam", sparse_as_dense=True, distributed=hvd.DistributedOptimizer)
 
 
 def job_passes() -> Any:
@@ -169,7 +178,8 @@ def penalised(table: torch.Tensor, step: int, rank: int) -> torch.Tensor:
     return loss if step == 0 or step == 3 and rank == 0 else loss + table.pow(2).sum() * (rank + 2)
 
 
-JOBS = ["job_tensors", "job_sgd", "job_sparse_adam", "job_as_dense", "job_passes", "job_one_is_dense", "job_becomes_sparse",
+JOBS = ["job_tensors", "job_sgd", "job_sparse_adam", "job_as_dense", "job_adam_as_dense", "job_adam_as_dense_horovod",
+        "job_passes", "job_one_is_dense", "job_becomes_sparse",
         "job_becomes_dense"]
 
 
@@ -212,9 +222,9 @@ def alone(name: str, size: int) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("case", ["job_sgd", "job_sparse_adam", "job_as_dense"])
+@pytest.mark.parametrize("case", ["job_sgd", "job_sparse_adam", "job_as_dense", "job_adam_as_dense", "job_adam_as_dense_horovod"])
 def test_training_equals_one_process(job: Finished, case: str) -> None:
-    expected = alone("SparseAdam" if case == "job_sparse_adam" else "SGD", len(job.results))
+    expected = alone("SparseAdam" if "adam" in case else "SGD", len(job.results))
     everywhere = each(job, case)
     for mine, layouts in everywhere:
         for a, b in zip(mine, expected, strict=True):

@@ -22,6 +22,7 @@ LAYERS = [
     ("bpsx.local._cuda", 4.4), ("bpsx.local.cuda", 4.45), ("bpsx.local.topology", 8), ("bpsx.local", 3.5),
     ("bpsx.companions", 7), ("bpsx.transports.abi", 6), ("bpsx.transports", 5), ("bpsx.kernels.abi", 6), ("bpsx.kernels", 5),
     ("bpsx.launch", 0), ("bpsx.server", 2), ("bpsx.rendezvous.__main__", 2), ("bpsx.rendezvous", 2.6),
+    ("bpsx.staged", 9), ("bpsx.counting", 9), ("bpsx.resizing", 9), ("bpsx.tracebacks", 9.5),
     ("bpsx.errors", 11), ("bpsx.secret", 10.5), ("bpsx.config", 10), ("bpsx.dtypes", 10), ("bpsx.logs", 9),
     ("bpsx.arguments", 10), ("bpsx.clock", 9), ("bpsx.forking", 9), ("bpsx.host", 8), ("bpsx.process_exit", 9), ("bpsx.host_arrays", 2.2),
     ("bpsx.spawned", 9), ("bpsx.__main__", -1), ("bpsx.asking", 9), ("bpsx", 0.5),
@@ -63,7 +64,7 @@ def test_the_adapter_is_a_plugins_only_way_in():
             for imported in imports(path):
                 allowed = (f"bpsx.{plugin}", "bpsx._adapter", "bpsx.choices", "bpsx.horovod", "bpsx.objects", "bpsx.encoding",
                            "bpsx.owners", "bpsx.startup_check", "bpsx.casting", "bpsx.api",
-                           "bpsx.errors", "bpsx.dtypes", "bpsx._core",
+                           "bpsx.errors", "bpsx.staged", "bpsx.counting", "bpsx.tracebacks", "bpsx.dtypes", "bpsx._core",
                            "bpsx.core.sync", *more)
                 assert imported.startswith(allowed), (path, imported)
 

@@ -6,6 +6,7 @@ from bpsx.config.config import (
     environment,
     faults,
     frame_bound,
+    full_tracebacks,
     is_set,
     launched,
 )
@@ -25,6 +26,6 @@ from bpsx.config.reference import reference
 __all__ = [
     "ALONE", "MOST_WORKERS", "NO_ENCRYPTION", "OPTIONS", "STORE_PORTS", "TORCHRUN_OPTIONS",
     "TRANSPORT_NAMES", "Config", "Option", "Place", "cache_dir", "child_environment", "environment",
-    "faults", "frame_bound", "is_set", "kernel_cache", "launched", "own_store", "place_fields",
+    "faults", "frame_bound", "full_tracebacks", "is_set", "kernel_cache", "launched", "own_store", "place_fields",
     "reference", "run_id", "runtime_dir",
 ]

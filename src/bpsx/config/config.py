@@ -194,6 +194,15 @@ def is_set(name: str) -> bool:
     return bool(os.environ.get(name, "").strip())
 
 
+def full_tracebacks() -> bool:
+    """The value of BPSX_FULL_TRACEBACKS now. True for a malformed one, about which an error is to be shown."""
+    option = next(o for o in OPTIONS if o.field == "full_tracebacks")
+    try:
+        return bool(_read(option, os.environ))
+    except ConfigError:
+        return True
+
+
 def child_environment(**changes: str) -> dict[str, str]:
     """The environment for a process that the launcher starts: ours with ``changes``."""
     return {**os.environ, **changes}

@@ -185,6 +185,8 @@ OPTIONS: tuple[Option, ...] = (
            "bpsx-run waits for its workers before it ends them. A second SIGTERM ends at once.", _FAIL),
     Option("log_level", "BYTEPS_LOG_LEVEL", choice(*_LEVELS), "warning", " | ".join(_LEVELS), "What is logged, to standard error.", _LOG),
     Option("log_hide_time", "BYTEPS_LOG_HIDE_TIME", flag, False, FLAG, "Log without the time.", _LOG),
+    Option("full_tracebacks", "BPSX_FULL_TRACEBACKS", flag, False, FLAG,
+           "Errors and Ctrl-C show bpsx's own frames in tracebacks, too, instead of the script's only.", _LOG),
     Option("verbose", "PS_VERBOSE", integer(0, 2), 0, "0 | 1 | 2",
            "1: tell of connections made and lost; 2: also of every message (kind, key, round, bytes, peer), from workers and servers.", _SEE),
     Option("key_log", "PS_KEY_LOG", flag, False, FLAG,

@@ -327,6 +327,7 @@ class Job:
             if everybody or child.role == "worker":
                 child.send(signal.SIGKILL if kill else number)
         if number in ENDING:
+            self._pump.interrupted = self._pump.interrupted or number == signal.SIGINT
             self._stop.append(number)
 
     def _give_up(self, text: str, status: int = 1) -> None:

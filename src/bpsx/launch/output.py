@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 from collections.abc import Callable, Mapping
 
@@ -18,6 +19,8 @@ _READ = 65536
 _BACKLOG = 1 << 20
 #: A line longer than this is broken: a child that never ends its line must not fill our memory.
 _LONGEST = 1 << 20
+#: What the job's processes log about each other's end by Ctrl-C.
+_INTERRUPTED = re.compile(rb"bpsx (worker \d+|server|scheduler) ERROR: .*ended by KeyboardInterrupt\s*$")
 
 
 def is_live(descriptor: int, environment: Mapping[str, str]) -> bool:
@@ -149,12 +152,13 @@ class Sink:
 class Source:
     """The reading end of a child's output. Owns ``descriptor``."""
 
-    def __init__(self, descriptor: int, prefixer: Prefixer, sink: Sink) -> None:
+    def __init__(self, descriptor: int, prefixer: Prefixer, sink: Sink, shown: Callable[[bytes], bytes]) -> None:
+        """``shown``: what is left of whole lines."""
         os.set_blocking(descriptor, False)
         self.descriptor = descriptor
         self.sink = sink
         self.open = True
-        self._prefixer = prefixer
+        self._prefixer, self._shown = prefixer, shown
 
     def read(self) -> bool:
         """Move what is there, at most 64 KiB, to the sink. Closes at the end. Returns whether there may be more."""
@@ -162,7 +166,7 @@ class Source:
             data = os.read(self.descriptor, _READ)
         except BlockingIOError:
             return False
-        self.sink.write(self._prefixer.feed(data))
+        self.sink.write(self._shown(self._prefixer.feed(data)))
         if not data or self.sink.broken:
             self.close()
         return self.open
@@ -171,7 +175,7 @@ class Source:
         """Close; a child that goes on writing finds a broken pipe, as it would without us."""
         if self.open:
             self.open = False
-            self.sink.write(self._prefixer.finish())
+            self.sink.write(self._shown(self._prefixer.finish()))
             os.close(self.descriptor)
 
 
@@ -182,6 +186,8 @@ class Pump:
         self.sources: list[Source] = []
         self._wake = wake
         self._environment = environment
+        #: Whether Ctrl-C ends the job: then processes need not say of each other that it has.
+        self.interrupted = False
         out = Sink(1)
         # One sink if both are the same terminal or file, or pieces of lines would mix.
         self._sinks = {1: out, 2: out if os.path.sameopenfile(1, 2) else Sink(2)}
@@ -195,7 +201,12 @@ class Pump:
         live = is_live(target, self._environment)
         mark = label(name, role, live and not self._environment.get("NO_COLOR"))
         prefixer = Announcer(mark, live, *messages) if messages else Overheard(mark, live, listen) if listen else Prefixer(mark, live)
-        self.sources.append(Source(descriptor, prefixer, self._sinks[target]))
+        self.sources.append(Source(descriptor, prefixer, self._sinks[target], self._shown))
+
+    def _shown(self, lines: bytes) -> bytes:
+        if not self.interrupted or b"KeyboardInterrupt" not in lines:
+            return lines
+        return b"".join(line for line in lines.splitlines(keepends=True) if not _INTERRUPTED.search(line))
 
     def say(self, line: str) -> None:
         """Queue a line of our own for standard error."""

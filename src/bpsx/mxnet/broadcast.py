@@ -11,10 +11,12 @@ from bpsx import _adapter
 from bpsx._adapter import checked_root
 from bpsx.errors import ConfigError
 from bpsx.mxnet.ops import check_array, overwrite
+from bpsx.tracebacks import public
 
 PREFIX = "Parameter."
 
 
+@public
 def broadcast_parameters(params: Mapping[str, Any], root_rank: int = 0) -> None:
     """Overwrite all values of ``params`` with worker ``root_rank``'s, and wait until they are there.
 

@@ -6,8 +6,8 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import mxnet as mx
 import numpy as np
@@ -15,11 +15,14 @@ import numpy as np
 from bpsx import _adapter
 from bpsx._adapter import check_flag, check_name, check_priority
 from bpsx._calls import Plan
+from bpsx.counting import counted
 from bpsx.dtypes import UnsupportedDType
 from bpsx.errors import BpsxError, ConfigError, PeerLostError
 from bpsx.mxnet import _pushes
 from bpsx.mxnet.errors import in_short
+from bpsx.tracebacks import public
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 #: Element types that are summed, by mshadow's numbers.
 _SUMMED = {0: "float32", 1: "float64", 2: "float16", 3: "uint8", 4: "int32", 5: "int8", 6: "int64", 12: "bfloat16"}
 #: Kinds of devices whose memory is the host's.
@@ -155,6 +158,23 @@ def copy_to_devices(copies: Sequence[Any]) -> None:
             copies[0].copyto(other)
 
 
+def _behind_engine(function: _Function) -> _Function:
+    """A verb whose refusals come after what the engine has been given before, as its operations do."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **more: Any) -> Any:
+        try:
+            return function(*args, **more)
+        except BaseException:
+            _adapter.finish()
+            raise
+
+    return call     # type: ignore[return-value]
+
+
+@public
+@counted("byteps_push_pull")
+@_behind_engine
 def byteps_push_pull(tensor: mx.nd.NDArray, version: int = 0, priority: int = 0, name: str | None = None, is_average: bool = True) -> None:
     """Overwrite ``tensor`` with the average (or sum) over all workers.
 
@@ -178,6 +198,7 @@ def byteps_push_pull(tensor: mx.nd.NDArray, version: int = 0, priority: int = 0,
     submit(tensor, wire, average=bool(is_average), priority=int(priority))
 
 
+@public
 def byteps_declare_tensor(name: str, **kwargs: Any) -> int:
     """Fix the place of ``name`` in the order of declaration; returns it (0, 1, …).
 

@@ -15,11 +15,13 @@ from bpsx.mxnet.asynchronous import Weights
 from bpsx.mxnet.exchange import PREFIX
 from bpsx.mxnet.ops import check_array, refuse, submit
 from bpsx.mxnet.startup import FirstStep
+from bpsx.tracebacks import public_methods
 
 #: Others have indices of the same numbers.
 _numbers = itertools.count(1)
 
 
+@public_methods
 class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     """An optimizer that works with the averages of all workers' gradients, and otherwise is ``optimizer``.
 

@@ -27,6 +27,7 @@ from bpsx.mxnet.ops import add_devices, copy_to_devices, overwrite
 from bpsx.mxnet.optimizer import DistributedOptimizer
 from bpsx.mxnet.startup import refusal_of
 from bpsx.mxnet.states import share
+from bpsx.tracebacks import public, public_methods
 
 log = logging.getLogger("bpsx.mxnet")
 _VERB = "DistributedTrainer"
@@ -37,6 +38,7 @@ _DECAY = "decay"
 _WITH_MOMENTUM = (mx.optimizer.SGD, mx.optimizer.NAG)
 
 
+@public_methods
 class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     """A gluon Trainer that applies the gradients of all workers.
 
@@ -209,6 +211,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             self._exchange.load(saved)
 
 
+@public
 def broadcast_optimizer_state(trainer: DistributedTrainer, root_rank: int = 0) -> None:
     """Give all workers' optimizers what worker ``root_rank``'s remembers: momenta and the like, counts of updates, and so what schedules follow.
 

@@ -33,11 +33,14 @@ from bpsx.api import (  # noqa: E402
 )
 from bpsx.tensorflow.checkpoint import CompressionState  # noqa: E402
 from bpsx.tensorflow.compression import Compression  # noqa: E402
+from bpsx.tensorflow.interrupted import show_interrupts as _show_interrupts  # noqa: E402
 from bpsx.tensorflow.ops import UnsupportedTensor, broadcast, push_pull  # noqa: E402
 from bpsx.tensorflow.optimizer import DistributedOptimizer  # noqa: E402
 from bpsx.tensorflow.reductions import Adasum, Average, ReduceOps, Sum, handle_average_backwards_compatibility  # noqa: E402
 from bpsx.tensorflow.tape import DistributedGradientTape  # noqa: E402
 from bpsx.tensorflow.variables import BroadcastGlobalVariablesHook, broadcast_global_variables, broadcast_variables  # noqa: E402
+
+_show_interrupts()
 
 __all__ = [
     "Adasum", "Average", "BroadcastGlobalVariablesHook", "Compression", "CompressionState", "DistributedGradientTape", "DistributedOptimizer",

@@ -13,6 +13,7 @@ from bpsx.archive import packed, unpacked
 from bpsx.keeping import kept_by_place
 from bpsx.tensorflow.exchange import PREFIX
 from bpsx.tensorflow.names import names_of
+from bpsx.tracebacks import public_methods
 
 
 class Archived(tf.train.experimental.PythonState):  # type: ignore[misc]
@@ -35,6 +36,7 @@ class Archived(tf.train.experimental.PythonState):  # type: ignore[misc]
         """Put it back."""
 
 
+@public_methods
 class CompressionState(Archived):
     """What compression keeps, on this worker, of the gradients of ``variables``: for ``tf.train.Checkpoint(..., compression=CompressionState(...))``.
 

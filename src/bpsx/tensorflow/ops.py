@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from bpsx import _adapter
 from bpsx._adapter import check_name, check_priority, checked_root
+from bpsx.counting import counted
 from bpsx.dtypes import BY_NAME, UnsupportedDType
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.tensorflow.compression import Compression, Compressor, check_compression
@@ -64,6 +65,7 @@ def check_async(enable_async: Any, verb: str) -> None:
 
 
 @as_it_is
+@counted("push_pull", prefix="scope")
 def push_pull(
     tensor: Any, scope: str = "", average: bool | None = None, device_dense: str = "", device_sparse: str = "",
     compression: type[Compressor] = Compression.none, op: Any = None, enable_async: bool = False, name: str | None = None, priority: int = 0,
@@ -105,6 +107,7 @@ def push_pull(
 
 
 @as_it_is
+@counted("broadcast", prefix="scope")
 def broadcast(tensor: Any, root_rank: int, scope: str = "", name: str | None = None, is_variable: bool = True) -> tf.Tensor:
     """What ``tensor`` is on worker ``root_rank``: of any dtype but strings, of one shape on all workers. A variable is read, not written.
 

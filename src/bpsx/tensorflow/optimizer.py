@@ -12,8 +12,10 @@ from bpsx.tensorflow import v1
 from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.exchange import Exchange
 from bpsx.tensorflow.reductions import averages
+from bpsx.tracebacks import public
 
 
+@public
 def DistributedOptimizer(
     optimizer: Any, name: str | None = None, use_locking: bool = False, device_dense: str = "", device_sparse: str = "",
     compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False, backward_passes_per_step: int = 1, op: Any = None,

@@ -14,8 +14,10 @@ from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.exchange import Exchange
 from bpsx.tensorflow.reductions import averages
 from bpsx.tensorflow.tracing import as_it_is
+from bpsx.tracebacks import public, public_methods
 
 
+@public_methods
 class Distributed(tf.GradientTape):  # type: ignore[misc]
     """What :func:`DistributedGradientTape` returns: the given tape, by whose state it works, with another :meth:`gradient`."""
 
@@ -52,6 +54,7 @@ def distributed(gradtape: Any, exchange: Exchange, kind: type[Distributed] = Dis
     return made
 
 
+@public
 def DistributedGradientTape(
     gradtape: tf.GradientTape, device_dense: str = "", device_sparse: str = "", compression: type[Compressor] = Compression.none,
     sparse_as_dense: bool = False, op: Any = None, compression_params: Params = None,

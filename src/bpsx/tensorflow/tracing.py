@@ -9,13 +9,14 @@ import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
 
 from bpsx.errors import BpsxError
+from bpsx.tensorflow.interrupted import public
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def as_it_is(function: F) -> F:
     """A function whose Python AutoGraph shall not rewrite: it says itself what belongs into a graph."""
-    return tf.autograph.experimental.do_not_convert(function)  # type: ignore[no-any-return]
+    return public(tf.autograph.experimental.do_not_convert(function))  # type: ignore[no-any-return]
 
 
 def gradient_of(operation: str) -> Callable[[F], F]:

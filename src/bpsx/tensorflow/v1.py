@@ -14,6 +14,7 @@ from bpsx.tensorflow.asynchronous import Weights
 from bpsx.tensorflow.exchange import Exchange, in_last
 from bpsx.tensorflow.names import names_of
 from bpsx.tensorflow.tracing import as_it_is
+from bpsx.tracebacks import public_methods
 
 
 class Accumulated:
@@ -48,6 +49,7 @@ class Accumulated:
             return [k.assign(tf.zeros(k.shape, k.dtype), read_value=False) for k in self._kept.values()]
 
 
+@public_methods
 class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
     """What :func:`bpsx.tensorflow.DistributedOptimizer` returns for them: computes gradients of all workers, and leaves the rest to the optimizer."""
 

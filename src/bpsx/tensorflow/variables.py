@@ -14,6 +14,7 @@ from bpsx.tensorflow.names import names_of
 from bpsx.tensorflow.ops import check_bytes, check_scope
 from bpsx.tensorflow.raw import copies
 from bpsx.tensorflow.tracing import as_it_is
+from bpsx.tracebacks import public, public_methods
 
 
 @as_it_is
@@ -42,6 +43,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, scope: str = "
     return None if tf.executing_eagerly() or tf.inside_function() else tf.group(*done)
 
 
+@public
 def broadcast_global_variables(root_rank: int) -> Any:
     """The same for all global variables of the default v1 graph. Returns an operation.
 
@@ -52,6 +54,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 
 
+@public_methods
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
     """Broadcasts all global variables when a v1 session has been created: for ``MonitoredTrainingSession`` and estimators.
 

@@ -37,6 +37,7 @@ class Managed:
     deferred: bool
     #: What has been pushed are zeros for a gradient that this worker has not had.
     stands_in: bool
+    sparse_here: bool
     #: On a GPU it is dense, and goes with others.
     quick: bool
     #: Another optimizer sums its gradient, too.

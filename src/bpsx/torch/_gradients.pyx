@@ -117,6 +117,7 @@ cdef class Managed:
     cdef public bint stands_in          # what has been pushed are zeros for a gradient that this worker has not had
     cdef public bint quick              # on a GPU it is dense, and goes with others
     cdef public bint rivalled           # another optimizer sums its gradient, too
+    cdef public bint sparse_here        # the optimizer needs a sparse gradient; what has been pushed is dense
     cdef public bint wanted             # False: no worker has a gradient in this step, as far as is known
 
     def __init__(self, str name, parameter, named, int passes) -> None:

@@ -10,13 +10,17 @@ import torch
 
 from bpsx import _adapter
 from bpsx._adapter import TensorView, checked_root
+from bpsx.counting import counted
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError, ConfigError
 from bpsx.objects import broadcast_bytes
 from bpsx.torch.encoding import Encoder, StateError, decode, empty_for
 from bpsx.torch.ops import Handle, check_tensor, check_writable, dtype_name, is_plain, mark_written, plain_copy, view_at, view_of
+from bpsx.tracebacks import public
 
 
+@public
+@counted("broadcast_parameters", several=True, argument="prefix")
 def broadcast_parameters(params: Any, root_rank: int, prefix: str = "Parameter.") -> None:
     """Overwrite tensors on all workers with what they hold on worker ``root_rank``, bit for bit.
 
@@ -33,6 +37,8 @@ def broadcast_parameters(params: Any, root_rank: int, prefix: str = "Parameter."
         _broadcast_all(pairs, root, prefix)
 
 
+@public
+@counted("broadcast_optimizer_state", several=True, argument="prefix")
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, prefix: str = "Parameter.") -> None:
     """Give ``optimizer`` the state and the options (learning rate, …) of worker ``root_rank``'s, on all workers.
 

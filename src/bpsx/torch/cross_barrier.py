@@ -33,10 +33,12 @@ from bpsx.torch.optimizer import (
     check_options,
     mix_in,
     names_of,
+    needs_sparse,
     takes_closure,
 )
 from bpsx.torch.serving import Serving, check_model
 from bpsx.torch.under_way import Round, ended, raise_first
+from bpsx.tracebacks import public_methods
 
 #: BytePS's name for it, which this module of its offers too.
 byteps_push_pull = push_pull_async_inplace
@@ -96,6 +98,7 @@ def CrossBarrier(  # noqa: N802  (BytePS's name)
     names = names_of(optimizer, named_parameters, "CrossBarrier")
     barrier = _Barrier(names, compression, checked_passes(backward_passes_per_step, "CrossBarrier"), config.distributed, num_steps, sparse_as_dense,
                        f"CrossBarrier ({type(optimizer).__name__})")
+    barrier.sparse_again = needs_sparse(optimizer)
     mixed = cast("_CrossBarrier", mix_in(_CrossBarrier, optimizer, barrier))
     mixed._barrier = barrier
     barrier.serve(model, mixed)
@@ -358,6 +361,7 @@ class _Group(dict[str, Any]):
         return dict, (dict(dict.items(self)),)
 
 
+@public_methods
 class _CrossBarrier(_DistributedOptimizer):
     """Goes in front of the user's optimizer class; see :func:`CrossBarrier`."""
 

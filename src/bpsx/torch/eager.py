@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from bpsx.tracebacks import CUT, public, shorten
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Class = TypeVar("_Class", bound=type)
 
@@ -33,18 +35,21 @@ def _skip(code: types.CodeType) -> bool:
 
 
 def eager(function: _Function) -> _Function:
-    """``function``, during which nothing is compiled on this thread."""
+    """``function``, during which nothing is compiled on this thread; its errors show the caller's frames only."""
 
     def call(*args: Any, **more: Any) -> Any:
         before = _set_compiler(None)
         try:
             return function(*args, **more)
+        except CUT as error:
+            shorten(error)
+            raise
         finally:
             _set_compiler(before)
 
     if _set_compiler is None or not _skip(call.__code__):
-        return function
-    call._torchdynamo_disable = True    # type: ignore[attr-defined]
+        return public(function)
+    call._torchdynamo_disable = call.cuts = True    # type: ignore[attr-defined]
     return functools.wraps(function)(call)      # type: ignore[return-value]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from bpsx import _adapter
+from bpsx.counting import counted
 from bpsx.errors import ConfigError, MismatchError
 from bpsx.torch._gradients import Hook, Managed, all_together, is_alone, is_dense_on_gpu, missing_of, pushed_of, restart, settle, version
 from bpsx.torch.batch import Named, batch_of, push
@@ -62,6 +63,9 @@ class Exchange:
     decides_early = False
     #: Whether a hook may leave out :meth:`accumulated`: it does for all of a pass but the first, of those that go together.
     has_quick_hooks = True
+
+    #: Whether the optimizer takes sparse gradients only: what has travelled as a dense one becomes sparse again.
+    sparse_again = False
 
     def __init__(
         self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor] | None, passes: int, active: bool,
@@ -203,7 +207,7 @@ class Exchange:
 
     def _goes_together(self, managed: Managed) -> bool:
         """Whether its gradient, if it is dense and on a GPU, begins with others."""
-        return self._compression is NoneCompressor and managed.name not in self.choices
+        return self._compression is NoneCompressor and managed.name not in self.choices and not managed.sparse_here
 
     def look(self) -> None:
         """Somebody is about to look at gradients: wait for them, so that what is seen is averages.
@@ -427,9 +431,11 @@ class Exchange:
         parameter = managed.parameter
         gradient = parameter.grad
         managed.stands_in = gradient is None
+        managed.sparse_here = self.sparse_again and (gradient is None or managed.is_sparse())
         if gradient is None:
             gradient = parameter.grad = zero_gradient(parameter)
         elif gradient.layout is torch.sparse_coo:
+            managed.sparse_dim = gradient.sparse_dim()
             gradient = parameter.grad = gradient.detach().to_dense()
         if self._goes_together(managed) and is_dense_on_gpu(gradient):
             self._batch.add(managed, gradient)
@@ -438,6 +444,7 @@ class Exchange:
         rate = self._rate(parameter) if self._rate is not None and chosen is not None and chosen.ef == "corrected" else -1.0
         managed.pushed = push(gradient, managed.named, self._average, self._compression, rate)
 
+    @counted("gradient", f"{PREFIX}{{}}.sparse", several=True, argument="managed")
     def _push_sparse(self, managed: Managed) -> None:
         gradient = managed.parameter.grad
         chosen = self.choices.get(managed.name)
@@ -484,6 +491,8 @@ class Exchange:
             managed.parameter.grad = gradient
         if pushed.written:
             raise written_to(managed)
+        if managed.sparse_here:     # with the rows that are not zero
+            managed.parameter.grad = gradient.detach().to_sparse(managed.sparse_dim)
 
     def _check_not_added(self, managed: Managed) -> None:
         """After an implicit wait the next gradients must be a new step's, not more of this one's: those the others would not have."""

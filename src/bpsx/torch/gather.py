@@ -16,6 +16,7 @@ import torch
 
 from bpsx import _adapter
 from bpsx._adapter import capacity, check_name
+from bpsx.counting import counted
 from bpsx.errors import MismatchError
 from bpsx.torch.broadcast import bytes_view
 from bpsx.torch.eager import eager
@@ -29,11 +30,13 @@ from bpsx.torch.ops import (
     push_pull,
     unnamed,
 )
+from bpsx.tracebacks import public_methods
 
 #: Bytes of what workers tell each other about their rows: their number, and a description that has to be the same.
 _HEADER, _COUNT = 192, 8
 
 
+@public_methods
 class Gathering:
     """An all_gather under way; a :class:`~bpsx.torch.ops.Handle` whose result is the list of tensors, by rank."""
 
@@ -186,6 +189,7 @@ class _AllGather(torch.autograd.Function):  # type: ignore[misc]
 
 
 @eager
+@counted("all_gather", several=True)
 def all_gather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     """The rows of all workers' ``tensor``, in the order of their ranks, as a new tensor on every worker.
 

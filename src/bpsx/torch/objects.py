@@ -9,13 +9,17 @@ from typing import Any
 import torch
 
 from bpsx import objects
+from bpsx.counting import counted
 from bpsx.objects import ObjectError
 from bpsx.torch.encoding import Encoder, decode, empty_for
 from bpsx.torch.ops import plain_copy
+from bpsx.tracebacks import public
 
 __all__ = ["ObjectError", "all_gather_object", "broadcast_object"]
 
 
+@public
+@counted("broadcast_object", "broadcast_object.{}", several=True)
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
     """What ``obj`` is on worker ``root_rank``, on every worker: the root gets its own ``obj`` back, the others a copy. Theirs is ignored.
 
@@ -30,6 +34,8 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     return objects.broadcast_object(obj, root_rank, name, _CODEC)
 
 
+@public
+@counted("all_gather_object", "all_gather_object.{}", several=True)
 def all_gather_object(obj: Any, name: str | None = None) -> list[Any]:
     """What ``obj`` is on each worker, by rank, on every worker; the own place holds ``obj`` itself.
 

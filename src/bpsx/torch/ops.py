@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from bpsx import _adapter
 from bpsx._adapter import TensorView, check_handle, check_name, check_priority
+from bpsx.counting import counted
 from bpsx.dtypes import BY_NAME, UnsupportedDType
 from bpsx.errors import BpsxError, ConfigError
+from bpsx.staged import Handle as Handle
+from bpsx.staged import StagedHandle
 from bpsx.torch.compression import Compression, Compressor, check_compression
 from bpsx.torch.eager import eager
+from bpsx.torch.profiling import followed, profiled
 
 _ALLOWED = f"allowed are dense tensors of {', '.join(BY_NAME)}, on the CPU or a CUDA device"
 #: What to send instead of a dtype that cannot be summed.
@@ -28,42 +31,6 @@ SUMMED: dict[torch.dtype, str] = {getattr(torch, name): name for name in BY_NAME
 
 class UnsupportedTensor(BpsxError, TypeError):
     """Not a tensor, or one whose memory bpsx cannot use: sparse, quantized, nested, on another device, or overlapping itself."""
-
-
-class Handle(Protocol):
-    """An operation under way. Thread-safe."""
-
-    def done(self) -> bool:
-        """Whether the operation has ended, well or not. Does not block."""
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """The result, once the operation has ended. Raises what made it fail."""
-
-
-class StagedHandle:
-    """A handle whose result has to be copied from a contiguous ``stage`` into the ``output`` that the user sees.
-
-    The copy is made by the first :meth:`wait` to succeed; later ones return ``output`` as it is by then. Thread-safe.
-    """
-
-    def __init__(self, inner: Handle, stage: torch.Tensor, output: torch.Tensor) -> None:
-        self._inner, self._stage, self._output = inner, stage, output
-        self._lock = threading.Lock()
-        self._copied = False
-
-    def done(self) -> bool:
-        """Whether the transfer has ended; the output is complete after :meth:`wait`."""
-        return self._inner.done()
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Wait, complete the output, return it. Raises what made the transfer fail."""
-        self._inner.wait(timeout)
-        with self._lock:
-            if not self._copied:
-                with torch.no_grad():
-                    self._output.detach().copy_(self._stage)
-                self._copied = True
-        return self._output
 
 
 def check_tensor(tensor: Any, what: str) -> None:
@@ -207,7 +174,12 @@ def submit(
     handle: Handle = _adapter.session().push_pull(
         name or unnamed("push_pull", source), view, view if stage_out is stage_in else view_of(stage_out, dtype), average=average, priority=priority,
         will_wait=will_wait, result=output, **({"rate": rate} if rate >= 0 else {}))
-    return StagedHandle(handle, stage_out, output) if staged else handle
+    return StagedHandle(handle, functools.partial(_overwrite, output, stage_out), output) if staged else handle
+
+
+def _overwrite(output: torch.Tensor, result: torch.Tensor) -> None:
+    with torch.no_grad():
+        output.detach().copy_(result)
 
 
 def unnamed(verb: str, tensor: torch.Tensor, whole: bool = True) -> str:
@@ -239,13 +211,18 @@ def _begin(tensor: torch.Tensor, average: bool, name: str | None, version: int, 
     if inplace:
         check_replaceable(tensor, what)
     output = tensor if inplace else torch.empty_like(tensor, requires_grad=False)
-    handle = submit(tensor, output, name, average=average, priority=priority, will_wait=will_wait)
+    if profiled():
+        wire = name or unnamed("push_pull", tensor)
+        handle: Handle = followed(wire, tensor, lambda: submit(tensor, output, wire, average=average, priority=priority, will_wait=will_wait))
+    else:
+        handle = submit(tensor, output, name, average=average, priority=priority, will_wait=will_wait)
     if inplace:
         mark_written(tensor)
     return handle
 
 
 @eager
+@counted("push_pull")
 def push_pull_async(tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0) -> Handle:
     """Begin to sum ``tensor`` over all workers into a new tensor of its shape and dtype; :func:`synchronize` returns that. In asynchronous
     training: add it to the servers' value of ``name``, and get that (see ``docs/async.md``).
@@ -266,6 +243,7 @@ def push_pull_async(tensor: torch.Tensor, average: bool = True, name: str | None
 
 
 @eager
+@counted("push_pull")
 def push_pull_async_inplace(
     tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
 ) -> Handle:
@@ -318,6 +296,7 @@ def _summed(tensor: torch.Tensor, options: _Options) -> torch.Tensor:
 
 
 @eager
+@counted("push_pull")
 def push_pull(
     tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
     compression: type[Compressor] = Compression.none,
@@ -343,6 +322,7 @@ def push_pull(
 
 
 @eager
+@counted("push_pull")
 def push_pull_inplace(
     tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0,
 ) -> torch.Tensor:

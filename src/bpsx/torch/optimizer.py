@@ -22,8 +22,10 @@ from bpsx.torch.eager import eager
 from bpsx.torch.exchange import Exchange, GradientOrderError
 from bpsx.torch.momentum import TakenOver, momentum_of
 from bpsx.torch.owner import PREFIX, generated_name, new_ordinal
+from bpsx.tracebacks import public, public_methods
 
 
+@public
 def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, sparse_as_dense: bool = False,
@@ -58,10 +60,13 @@ def DistributedOptimizer(  # noqa: N802  (BytePS's name)
     used has no ``grad`` after the step, and does not move, as in one process. Freeze and thaw parameters (``requires_grad``) on all workers in the
     same step; otherwise it raises :class:`~bpsx.errors.MismatchError` on all.
 
-    **Sparse gradients**, as of ``nn.Embedding(sparse=True)``, travel as values and indices, of which each worker may have another number, or none;
-    ``grad`` is then coalesced. ``sparse_as_dense=True`` makes them dense first. A gradient must be sparse on all workers that have one, or dense on
-    all; otherwise ``step()`` raises :class:`~bpsx.errors.MismatchError` on all. (One that has been dense so far is sent dense.) A worker that has
-    called :func:`bpsx.torch.join` cannot be left out of a sparse exchange: :class:`~bpsx.errors.JoinedError`.
+    **Sparse gradients**, as of ``nn.Embedding(sparse=True)``, travel as values and indices, of which
+    each worker may have another number, or none; ``grad`` is then coalesced. ``sparse_as_dense=True``
+    makes them dense first; for SparseAdam, which takes no others, ``grad`` is then made sparse again,
+    of the rows that are not zero. A gradient must be sparse on all workers that have one, or dense on
+    all; otherwise ``step()`` raises :class:`~bpsx.errors.MismatchError` on all. (One that has been
+    dense so far is sent dense.) A worker that has called :func:`bpsx.torch.join` cannot be left out of
+    a sparse exchange: :class:`~bpsx.errors.JoinedError`.
 
     **Asynchronous training** (``BYTEPS_ENABLE_ASYNC=1``): ``step()`` steps on own gradients and exchanges weights; see ``docs/async.md``.
     ``synchronize()`` does nothing there, and ``skip_synchronize()``, ``backward_passes_per_step`` and ``sparse_as_dense`` change nothing.
@@ -157,6 +162,7 @@ else:
     _Base = object
 
 
+@public_methods
 class _DistributedOptimizer(_Base):
     """Goes in front of the user's optimizer class; see :func:`DistributedOptimizer`."""
 
@@ -349,6 +355,11 @@ def _rates(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], float]:
     return rate
 
 
+def needs_sparse(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it refuses gradients that are dense."""
+    return isinstance(optimizer, torch.optim.SparseAdam)
+
+
 def _exchange_for(
     optimizer: torch.optim.Optimizer, names: Names, compression: type[Compressor], passes: int,
     sparse_as_dense: bool, average: bool, choices: dict[str, _adapter.Compression],
@@ -356,8 +367,10 @@ def _exchange_for(
     """Of gradients, or of weights in asynchronous training. Raises :class:`ConfigError`."""
     config, what = _adapter.session().config, f"DistributedOptimizer ({type(optimizer).__name__})"
     if not config.asynchronous:
-        return Exchange(names, compression, passes, config.distributed, sparse_as_dense, average,
-                        choices, _rates(optimizer), what, names.ordinal)
+        exchange = Exchange(names, compression, passes, config.distributed, sparse_as_dense, average,
+                            choices, _rates(optimizer), what, names.ordinal)
+        exchange.sparse_again = needs_sparse(optimizer)
+        return exchange
     if choices:
         raise ConfigError("DistributedOptimizer: compression_params with BYTEPS_ENABLE_ASYNC=1: servers add to the weights themselves, so nothing "
                           "can be compressed")

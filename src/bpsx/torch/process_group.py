@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from bpsx import _adapter
+from bpsx.counting import counted
 from bpsx.errors import ConfigError
 from bpsx.torch.collectives import Group, UnsupportedCollective
 from bpsx.torch.eager import eager_methods
@@ -45,6 +46,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
         self._limit = timeout.total_seconds()
         self._refused = refused
         self._members = Group(f"torch.{name}", rank, size)
+        self.wire = self._members.name      # with which names of its collectives begin
 
     # ---- what it is
 
@@ -141,6 +143,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]    # PyTorch is not
             self._together.append(work)
         return work
 
+    @counted("torch", several=True, argument="self")
     def _begin(self, what: str, opts: Any, outputs: list[Any], begin: Sequence[Callable[[Group], Collective]]) -> Work:
         begun = Collective()
         self._begun_so_far += 1

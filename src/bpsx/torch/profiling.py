@@ -1,6 +1,7 @@
-"""Collectives in ``torch.profiler``, as those of PyTorch's own backends are.
+"""Collectives and push_pulls in ``torch.profiler``, as the collectives of PyTorch's own backends are.
 
-Each has two events: its operator's (``c10d::allreduce_``), as long as the call took, and ``bpsx:all_reduce``, from the call to the result.
+Each has two events: its operator's (``c10d::allreduce_``, ``bpsx::push_pull``), as long as the call took, and ``bpsx:all_reduce`` or
+``bpsx:push_pull NAME``, from the call to the result.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch.autograd.profiler import record_function
+
+from bpsx._adapter import Handle, Item
 
 _Begun = TypeVar("_Begun")
 _FutureOf = Callable[[_Begun], "torch.futures.Future[Any]"]
@@ -32,6 +35,26 @@ def recorded(operator: str, name: str, tensors: Sequence[torch.Tensor], begin: C
         begun = begin()
         whole._call_end_callbacks_on_future(future_of(begun))
         return begun
+
+
+def followed(name: str, tensor: torch.Tensor, begin: Callable[[], Any]) -> Any:
+    """What ``begin()`` returns, the handle of push_pull ``name``, with both events. Call it only if :func:`profiled`."""
+    from bpsx.torch.futures import COMPLETER  # it is built on what push_pull is
+
+    return recorded("bpsx::push_pull", f"push_pull {name}", [tensor], begin, COMPLETER.future_of)
+
+
+def followed_together(items: Sequence[Item], begin: Callable[[], None]) -> None:
+    """As :func:`followed` for push_pulls that ``begin()`` begins together: one ``bpsx::push_pull``, and one ``bpsx:push_pull NAME`` for each."""
+    from bpsx.torch.futures import COMPLETER
+
+    with contextlib.ExitStack() as events:
+        events.enter_context(_event("bpsx::push_pull", []))
+        wholes = [events.enter_context(record_function(f"bpsx:push_pull {item.name}")) for item in items]
+        begin()
+        for whole, item in zip(wholes, items, strict=True):
+            if isinstance(item.begun, Handle):      # else it is what has kept it from that
+                whole._call_end_callbacks_on_future(COMPLETER.future_of(item.begun))
 
 
 def _event(name: str, tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from bpsx import _adapter
 from bpsx.errors import BpsxError, ConfigError, RendezvousError
 from bpsx.objects import broadcast_bytes
+from bpsx.tracebacks import public
 
 _Triple = tuple[Any, int, int]
 _Handler = Callable[..., Iterator[_Triple]]
@@ -80,6 +81,7 @@ def _reached() -> Iterator[None]:
         raise RendezvousError(f"cannot reach the store (MASTER_ADDR, MASTER_PORT): {e}") from e
 
 
+@public
 def init(lazy: bool = True) -> None:
     """Join the job that the environment describes: bpsx's own variables, or ``torchrun``'s. Does nothing if that was done already. ``lazy`` is
     upstream's and ignored.
@@ -103,6 +105,7 @@ def init_as(store: Any, rank: int, size: int) -> None:
     _adapter.init(_opener(store) if told else _open_store, told)
 
 
+@public
 def resume(num_workers: int, num_servers: int, global_rank: int | None = None, context: object = None) -> None:
     """Join another job, after :func:`bpsx.torch.suspend`: of ``num_workers`` machines and ``num_servers`` servers; see :func:`bpsx.resume`.
 

@@ -14,8 +14,10 @@ from bpsx._adapter import checked_root
 from bpsx.errors import ConfigError
 from bpsx.tensorflow.ops import broadcast, push_pull
 from bpsx.tensorflow.variables import broadcast_variables
+from bpsx.tracebacks import public_methods
 
 
+@public_methods
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Gives all workers the model's and the optimizer's variables of worker ``root_rank``, when the first training begins; but for the states of
     random generators: workers shall not all drop the same units.
@@ -57,6 +59,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             self.broadcast_done = True
 
 
+@public_methods
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Averages metrics over all workers at the end of each epoch, in ``logs``: put it before callbacks that use them (early stopping, learning rates,
     logging). All workers must have the same metrics, and wait for each other here, in asynchronous training as well. ``device`` is BytePS's and
@@ -86,6 +89,7 @@ def check_number(verb: str, argument: str, value: Any, least: float, allowed: st
         raise ConfigError(f"{verb}: {argument}={value!r}: allowed are {allowed}")
 
 
+@public_methods
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Sets the learning rate to ``initial_lr * multiplier(epoch)`` from ``start_epoch`` on, before ``end_epoch``.
 
@@ -165,6 +169,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
                 momentum.assign(momentum * (now / before))
 
 
+@public_methods
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the learning rate with every batch, over ``warmup_epochs``, from ``initial_lr / size()`` to ``initial_lr``, which is the rate of one
     worker times ``size()`` (Goyal et al. 2017, section 2.2). ``verbose``: say so when that is done. The rest as in

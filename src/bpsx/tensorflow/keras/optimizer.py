@@ -23,6 +23,7 @@ from bpsx.tensorflow.exchange import Exchange, in_last
 from bpsx.tensorflow.keras.checkpoint import Kept
 from bpsx.tensorflow.reductions import averages
 from bpsx.tensorflow.tracing import as_it_is
+from bpsx.tracebacks import public
 
 log = logging.getLogger("bpsx.tensorflow")
 _VERB = "DistributedOptimizer"
@@ -187,6 +188,7 @@ def distributed(optimizer: Any, exchange: Exchange) -> Any:
     return adopt(made, exchange, Weights())
 
 
+@public
 def DistributedOptimizer(
     optimizer: Any, name: str | None = None, device_dense: str = "", device_sparse: str = "", compression: type[Compressor] = Compression.none,
     sparse_as_dense: bool = False, op: Any = None, backward_passes_per_step: int = 1, compression_params: Params = None,

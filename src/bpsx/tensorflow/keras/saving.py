@@ -11,8 +11,10 @@ from bpsx.choices import Params
 from bpsx.errors import ConfigError
 from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.keras.optimizer import DistributedOptimizer
+from bpsx.tracebacks import public
 
 
+@public
 def load_model(
     filepath: Any, custom_optimizers: Iterable[type] | None = None, custom_objects: dict[str, Any] | None = None,
     compression: type[Compressor] = Compression.none, compression_params: Params = None,

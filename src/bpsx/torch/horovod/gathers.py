@@ -9,6 +9,7 @@ import torch
 
 from bpsx import _adapter
 from bpsx._adapter import checked_root
+from bpsx.counting import counted
 from bpsx.errors import ConfigError
 from bpsx.horovod import ProcessSet, checked_splits, global_process_set
 from bpsx.torch.broadcast import Overwriting
@@ -30,6 +31,7 @@ def _allgather(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
 
 
 @eager
+@counted("allgather", "allgather.{}", several=True)
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
     """The rows of all workers' ``tensor``, in the order of their ranks, as :func:`bpsx.torch.all_gather`.
 
@@ -41,6 +43,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Proces
 
 
 @eager
+@counted("allgather", "allgather.{}", several=True)
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Pending:
     """Begin :func:`allgather`, without autograd. ``tensor`` must not change until the end.
 
@@ -51,6 +54,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
 
 
 @eager
+@counted("allgather", "allgather.{}", several=True)
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
@@ -63,6 +67,7 @@ def grouped_allgather(
 
 
 @eager
+@counted("allgather", "allgather.{}", several=True)
 def grouped_allgather_async(tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set) -> Pending:
     """Begin :func:`grouped_allgather`, without autograd."""
     check_process_set(process_set)
@@ -99,6 +104,7 @@ class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
 
 
 @eager
+@counted("broadcast", "broadcast.{}")
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
     """Worker ``root_rank``'s ``tensor``, bit for bit, as a new tensor; ``tensor`` stays as it is. Shape and dtype, any one, must agree.
 
@@ -110,6 +116,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, pro
 
 
 @eager
+@counted("broadcast", "broadcast.{}")
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> torch.Tensor:
     """As :func:`broadcast`, in the place of ``tensor``, which it returns; without autograd."""
     result: torch.Tensor = _begin_broadcast(tensor, root_rank, name, True, process_set).wait()
@@ -117,12 +124,14 @@ def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None, pr
 
 
 @eager
+@counted("broadcast", "broadcast.{}")
 def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Pending:
     """Begin :func:`broadcast`, without autograd."""
     return _begin_broadcast(tensor, root_rank, name, False, process_set)
 
 
 @eager
+@counted("broadcast", "broadcast.{}")
 def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Pending:
     """Begin :func:`broadcast_`. ``tensor`` must not be used until :func:`synchronize` has returned."""
     return _begin_broadcast(tensor, root_rank, name, True, process_set)
@@ -180,6 +189,7 @@ def _prepared(tensor: torch.Tensor, splits: _Splits, name: str | None, process_s
 
 
 @eager
+@counted("alltoall", "alltoall.{}", several=True)
 def alltoall(
     tensor: torch.Tensor, splits: _Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -194,6 +204,7 @@ def alltoall(
 
 
 @eager
+@counted("alltoall", "alltoall.{}", several=True)
 def alltoall_async(
     tensor: torch.Tensor, splits: _Splits = None, name: str | None = None, process_set: ProcessSet = global_process_set,
 ) -> Pending:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from bpsx import api, horovod
 from bpsx import torch as bps
 from bpsx.horovod import ProcessSet, global_process_set
+from bpsx.tracebacks import public
 
 _GROUP = "for some of them use torch.distributed.new_group(ranks, backend=\"gloo\")"
 
@@ -17,11 +18,13 @@ def check_process_set(process_set: Any) -> None:
     horovod.check_process_set(process_set, instead=_GROUP)
 
 
+@public
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """The set, if it has all workers. Raises :class:`~bpsx.errors.ConfigError` for any other."""
     return horovod.checked_process_set(process_set, _GROUP)
 
 
+@public
 def remove_process_set(process_set: ProcessSet) -> bool:
     """False: the workers of a job cannot be removed from it.
 
@@ -31,6 +34,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return False
 
 
+@public
 def init(comm: Sequence[int] | None = None,
          process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """:func:`bpsx.torch.init`. ``comm`` must be None and ``process_sets`` of all workers, or None.
@@ -40,11 +44,13 @@ def init(comm: Sequence[int] | None = None,
     horovod.init(lambda: bps.init(), comm, process_sets, _GROUP)
 
 
+@public
 def join(device: int = -1) -> int:
     """:func:`bpsx.torch.join`: returns the rank that came last. ``device`` is ignored."""
     return api.join()
 
 
+@public
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every worker is here."""
     check_process_set(process_set)

@@ -10,6 +10,7 @@ import torch
 
 from bpsx import _adapter, horovod
 from bpsx._adapter import check_name
+from bpsx.counting import counted
 from bpsx.errors import ConfigError
 from bpsx.horovod import How, ProcessSet, ReduceOp, check_adds, checked_op, global_process_set
 from bpsx.torch.compression import Compression, Compressor, check_compression
@@ -122,6 +123,7 @@ def reduced_group(tensors: Sequence[torch.Tensor], name: str | None, how: How, c
 
 
 @eager
+@counted("allreduce", "allreduce.{}")
 def allreduce(
     tensor: torch.Tensor, average: bool | None = None, name: str | None = None, compression: type[Compressor] = Compression.none,
     op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -139,6 +141,7 @@ def allreduce(
 
 
 @eager
+@counted("allreduce", "allreduce.{}")
 def allreduce_(
     tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -150,6 +153,7 @@ def allreduce_(
 
 
 @eager
+@counted("allreduce", "allreduce.{}")
 def allreduce_async(
     tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -160,6 +164,7 @@ def allreduce_async(
 
 
 @eager
+@counted("allreduce", "allreduce.{}")
 def allreduce_async_(
     tensor: torch.Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -170,6 +175,7 @@ def allreduce_async_(
 
 
 @eager
+@counted("allreduce", "allreduce.{}", several=True)
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None, compression: type[Compressor] = Compression.none,
     op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -180,6 +186,7 @@ def grouped_allreduce(
 
 
 @eager
+@counted("allreduce", "allreduce.{}", several=True)
 def grouped_allreduce_(
     tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -190,6 +197,7 @@ def grouped_allreduce_(
 
 
 @eager
+@counted("allreduce", "allreduce.{}", several=True)
 def grouped_allreduce_async(
     tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -200,6 +208,7 @@ def grouped_allreduce_async(
 
 
 @eager
+@counted("allreduce", "allreduce.{}", several=True)
 def grouped_allreduce_async_(
     tensors: Sequence[torch.Tensor], average: bool | None = None, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
@@ -216,6 +225,7 @@ def _group(
 
 
 @eager
+@counted("sparse_allreduce_async", "sparse_allreduce_async.{}", several=True)
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str | None, op: ReduceOp | None, process_set: ProcessSet = global_process_set,
 ) -> Pending:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bpsx import _adapter
+from bpsx.counting import counted
 from bpsx.horovod import How, ProcessSet, ReduceOp, check_adds, checked_op, global_process_set
 from bpsx.torch.compression import Compression, Compressor
 from bpsx.torch.eager import eager
@@ -56,6 +57,7 @@ def _begin(tensor: torch.Tensor, name: str | None, how: How) -> Pending:
 
 
 @eager
+@counted("reducescatter", "reducescatter.{}")
 def reducescatter(
     tensor: torch.Tensor, name: str | None = None, compression: type[Compressor] = Compression.none, op: ReduceOp = ReduceOp.Average,
     process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
@@ -71,6 +73,7 @@ def reducescatter(
 
 
 @eager
+@counted("reducescatter", "reducescatter.{}")
 def reducescatter_async(
     tensor: torch.Tensor, name: str | None = None, op: ReduceOp = ReduceOp.Average, process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,
@@ -80,6 +83,7 @@ def reducescatter_async(
 
 
 @eager
+@counted("reducescatter", "reducescatter.{}", several=True)
 def grouped_reducescatter(
     tensors: Sequence[torch.Tensor], name: str | None = None, compression: type[Compressor] = Compression.none,
     op: ReduceOp = ReduceOp.Average, process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
@@ -92,6 +96,7 @@ def grouped_reducescatter(
 
 
 @eager
+@counted("reducescatter", "reducescatter.{}", several=True)
 def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, op: ReduceOp = ReduceOp.Average, process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0,

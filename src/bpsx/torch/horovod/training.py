@@ -12,10 +12,12 @@ from bpsx.torch import broadcast, objects
 from bpsx.torch.compression import Compression, Compressor
 from bpsx.torch.horovod.job import check_process_set
 from bpsx.torch.optimizer import distribute
+from bpsx.tracebacks import public
 
 _Groups: TypeAlias = int | Sequence[Sequence[torch.Tensor]] | None
 
 
+@public
 def broadcast_parameters(params: Any, root_rank: int) -> None:
     """As :func:`bpsx.torch.broadcast_parameters`, for tensors without names, too: ``model.parameters()``, which are then known by their place."""
     if isinstance(params, Iterable) and not isinstance(params, (Mapping, str, bytes, torch.Tensor)):
@@ -23,23 +25,27 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     broadcast.broadcast_parameters(params, root_rank)
 
 
+@public
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: object = None) -> None:
     """As :func:`bpsx.torch.broadcast_optimizer_state`. ``model`` is Horovod's and ignored: state that is not there yet need not be made first."""
     broadcast.broadcast_optimizer_state(optimizer, root_rank)
 
 
+@public
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """As :func:`bpsx.torch.broadcast_object`."""
     check_process_set(process_set)
     return objects.broadcast_object(obj, root_rank, name)
 
 
+@public
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """As :func:`bpsx.torch.all_gather_object`."""
     check_process_set(process_set)
     return objects.all_gather_object(obj, name)
 
 
+@public
 def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, op: ReduceOp = ReduceOp.Average,
@@ -49,7 +55,8 @@ def DistributedOptimizer(  # noqa: N802  (Horovod's name)
     """:func:`bpsx.torch.DistributedOptimizer`, with ``op=Sum`` also for gradients that are added up instead of averaged.
 
     Accepted, and of no influence: ``gradient_predivide_factor`` (half types are added in float32 and divided before they are rounded),
-    ``num_groups`` and ``groups`` (tensors are cut into partitions and sent by urgency). With ``sparse_as_dense`` gradients stay dense.
+    ``num_groups`` and ``groups`` (tensors are cut into partitions and sent by urgency). With ``sparse_as_dense`` gradients
+    stay dense, but for SparseAdam, which takes sparse ones only.
 
     Raises :class:`ConfigError` for another ``op``, factors and groups that are none, Sum with a factor or in asynchronous training, and as
     :func:`bpsx.torch.DistributedOptimizer`.
