@@ -71,14 +71,14 @@ class Process:
         with self._changed:
             self._changed.notify_all()
 
-    def wait_for_line(self, text: str, timeout: float = DEADLINE) -> str:
-        """The first line on stdout or stderr that holds ``text``; fails when the process ends without it."""
+    def wait_for_line(self, text: str, timeout: float = DEADLINE, count: int = 1) -> str:
+        """The first line on stdout or stderr that holds ``text``, once there are ``count``; fails when the process ends without."""
         def found() -> list[str]:
             return [line for line in self.lines + self.errors if text in line]
 
         with self._changed:
-            self._changed.wait_for(lambda: found() or not any(r.is_alive() for r in self._readers), timeout)
-        if not found():
+            self._changed.wait_for(lambda: len(found()) >= count or not any(r.is_alive() for r in self._readers), timeout)
+        if len(found()) < count:
             raise AssertionError(f"{self.name} never said {text!r}; status {self.popen.poll()}:\n{self.text()}")
         return found()[0]
 

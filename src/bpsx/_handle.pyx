@@ -164,6 +164,8 @@ cdef class Handle:
             if self.c.stopping and atomic_load(&self.task.status) == PENDING:
                 raise errors.ShutdownError(f"push_pull of {self.name!r}: bpsx was shut down")
         except BaseException:
+            if self.tensor is not None:
+                self.tensor.ask_no_more()
             self.core.asking.over(atomic_load(&self.task.status) == PENDING)
             self.core.kick()
             raise

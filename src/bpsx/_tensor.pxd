@@ -18,6 +18,7 @@ cdef class Tensor:
     cdef bint by_graph                  # a framework's graph waits for it
 
     cdef void ask(self)
+    cdef void ask_no_more(self)
     cdef put_on(self, gpu)
     cdef take_off(self)
 

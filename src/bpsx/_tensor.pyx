@@ -30,7 +30,7 @@ def waiting(tensors, double age_s, int64_t everything_ns) -> list:
         if tensor.c.current == NULL or not tensor.c.waits_for_others or now - tensor.c.started_ns <= age_s * 1e9:
             continue
         since = 0
-        if now - tensor.asked < RECENT_NS:
+        if tensor.asked >= tensor.c.started_ns and now - tensor.asked < RECENT_NS:      # else what was asked for was an earlier round
             since = max(tensor.asking_since, tensor.c.started_ns)
         elif tensor.by_graph:
             since = tensor.c.started_ns
@@ -101,6 +101,10 @@ cdef class Tensor:
             coders[i].store(<uintptr_t>self.c.parts[i].packed.residual, <uintptr_t>self.c.parts[i].packed.momentum,
                             <uintptr_t>&self.c.parts[i].packed.state)
         take_coders(&self.c, coders)
+
+    cdef void ask_no_more(self):
+        """A thread that has waited for it does something else from now on."""
+        self.asked = 0
 
     cdef void ask(self):
         """A thread waits for it, or asks whether it has come."""
