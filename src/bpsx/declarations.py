@@ -162,9 +162,10 @@ class Declarations:
             over = [list(key) for key in self._said if key not in now]
             self._said, epoch = now, self._epoch
         busy = self._core.asking.busy(self._threads - {self._joining.thread})
-        for at in range(0, max(len(new), len(over), 1), MOST_ITEMS):
+        end = max(len(new), len(over), 1)
+        for at in range(0, end, MOST_ITEMS):
             self._link.send("WAITING", new=new[at:at + MOST_ITEMS], over=over[at:at + MOST_ITEMS], busy=busy, epoch=epoch,
-                            calls=self._calls)
+                            calls=self._calls, last=at + MOST_ITEMS >= end)
 
     # ---- the way in
 

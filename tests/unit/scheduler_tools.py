@@ -30,7 +30,7 @@ def declare(name: str, shape: list[int], generation: int = 0, dtype: int = 3) ->
 def waiting(*new: list, over: list = (), busy: bool = False, epoch: int = 0) -> dict:
     """A worker's report of what it has pushed; of each, unless it says more, it has waited since it was pushed."""
     return {"type": "WAITING", "new": [[*item, item[3]] if len(item) == 4 else list(item) for item in new], "over": list(over),
-            "busy": busy, "epoch": epoch, "calls": 0}
+            "busy": busy, "epoch": epoch, "calls": 0, "last": True}
 
 
 def members(workers: int = 2, servers: int = 1) -> Membership:

@@ -54,6 +54,14 @@ def test_any_number_of_tensors_is_one_warning_and_one_deadlock(count):
     assert len(stuck[0]) == count and stuck[1] == [("other", 0)]
 
 
+def test_a_report_in_several_messages_is_warned_of_as_a_whole():
+    m = running(2)
+    first = waiting(*[[f"t{i}", 0, 0, 11.0] for i in range(4096)]) | {"last": False}
+    assert m.waiting(b"w0", first, 11.0) == []
+    (_, warning), = m.waiting(b"w0", waiting(*[[f"t{i}", 0, 0, 11.0] for i in range(4096, 5000)]), 11.0)
+    assert "tensor 't0' round 0 and 4999 more" in warning["text"]
+
+
 def test_all_waiting_for_what_another_has_not_pushed_is_a_deadlock():
     s = stalls(2)
     told(s, 0, ["both", 0, 0, 31.0], ["a", 0, 0, 31.0])

@@ -268,6 +268,8 @@ class Membership:
         if node is None or node.role != "worker" or node.left or self.state != "running" or m["epoch"] != self.epoch:
             return []
         self._stalls.report(node.rank, m["new"], m["over"], now, m["busy"], m["calls"])
+        if not m["last"]:       # what follows from it is said of the whole report
+            return []
         text = self._stalls.warning(node.rank)
         out: list[Output] = [(ident, {"type": "WARN", "text": text})] if text else []
         return out + self._end_deadlock()

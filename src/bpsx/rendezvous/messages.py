@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_BYTES = 64 << 20        # the places of a tensor with the most partitions fit
 #: ... and of a message to the scheduler. ZeroMQ keeps what a stranger sends as his handshake up to this size, on each connection.
 MAX_BYTES_TO_HUB = 8 << 20
 MAX_NAME = 4096
-#: Most tensors that one WAITING speaks of.
+#: Most tensors that one WAITING speaks of. A report may take several; "last" ends it.
 MOST_ITEMS = 4096
 
 _POSITION = (int, 0, 2**32)
@@ -27,7 +27,7 @@ _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
     "DECLARE": {"name": (str, 1, MAX_NAME), "generation": _POSITION, "nbytes": (int, 0, 2**62), "dtype": (int, 0, 255),
                 "shape": (list, 0, 64), "codec": (str, 0, 1024), "epoch": _POSITION},
     "WAITING": {"new": (list, 0, MOST_ITEMS), "over": (list, 0, MOST_ITEMS), "busy": (bool, 0, 1), "epoch": _POSITION,
-                "calls": (int, 0, 2**62)},
+                "calls": (int, 0, 2**62), "last": (bool, 0, 1)},
     "HEARD": {},
     "DOUBT": {"text": _TEXT, "status": (int, -64, -1)},
     "JOIN": {},
