@@ -24,6 +24,7 @@ from bpsx.compression import compression as check_compression
 from bpsx.config import ALONE, Config, Place, launched, place_fields
 from bpsx.counting import counted
 from bpsx.dtypes import BY_NAME
+from bpsx.rendezvous import failing
 from bpsx.resizing import resumed
 from bpsx.session import Session
 from bpsx.speed import Speed
@@ -97,7 +98,11 @@ def begin(again: bool = False, **given: Any) -> None:
     global _placed
     with _lock:
         if not initialised():
-            config, _placed = Config(role="worker", **given), bool(given)
+            try:
+                config, _placed = Config(role="worker", **given), bool(given)
+            except errors.ConfigError as e:
+                failing.tell("worker", e)
+                raise
             try:
                 _adopt(_next_session(config) if again else Session(config, again=_again))
             except errors.JobOverError as e:

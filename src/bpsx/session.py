@@ -26,6 +26,7 @@ from bpsx.lane_contact import connect_lanes, greet_lanes
 from bpsx.logs import configure
 from bpsx.neighbourhood import Neighbourhood
 from bpsx.partitioner import whole_pages
+from bpsx.rendezvous import failing
 from bpsx.rendezvous.client import Link
 from bpsx.reporting import Reporter
 from bpsx.speed import Speed, Speedometer
@@ -48,6 +49,17 @@ class Session(Declarations):
     """
 
     def __init__(self, config: Config, order: dict[str, int] | None = None, remembered: Remembered | None = None, again: bool = False) -> None:
+        self._introduced = False        # whether the scheduler knows of this worker, or has been asked to
+        try:
+            self._set_up(config, order, remembered, again)
+        except Exception as e:
+            if not self._introduced:
+                failing.tell("worker", e, config)
+            raise
+
+    def _set_up(
+        self, config: Config, order: dict[str, int] | None, remembered: Remembered | None, again: bool,
+    ) -> None:
         config.check()
         configure(config, f"worker {config.rank}")
         self.config = config
@@ -90,24 +102,25 @@ class Session(Declarations):
         link = Link(self.config)
         try:
             with self._near.kernels_loading():
+                self._introduced = True
                 welcome = link.join("worker", self.rank, own_host(self.config), [], self.continued)
             self._names, self.continued = welcome["names"], welcome["again"]
             self._open(welcome, link)
             watched = (self._endpoint.watch(), self._look_for_broken) if self._near.has_lanes else None
             keep_from_children([link.address, *(address for _, address in self._lanes)])
             self._greet(link)
+            self._link = link
+            self._core.start()
+            self.reporter.attach(link.send, lambda: {**self._core.counters(), **self._core.gauges()}, welcome["job"])
+            link.start(self._handle, lost=self._peer_lost, tick=self._tick, watch=watched)
         except BaseException as e:
-            if isinstance(e, errors.BpsxError):     # the others shall hear the cause, not only of our end
-                link.give_up(str(e))
+            if isinstance(e, Exception):     # the others shall hear the cause, not only of our end
+                link.give_up(str(e) if isinstance(e, errors.BpsxError) else f"cannot start: {errors.in_short(e)}")
             for name in ("_core", "_endpoint", "_near"):    # as far as it came
                 if hasattr(self, name):
                     getattr(self, name).close()
             link.stop()
             raise
-        self._link = link
-        self._core.start()
-        self.reporter.attach(link.send, lambda: {**self._core.counters(), **self._core.gauges()}, welcome["job"])
-        link.start(self._handle, lost=self._peer_lost, tick=self._tick, watch=watched)
 
     def _open(self, welcome: dict[str, Any], link: Link) -> None:
         """Endpoint and core, and before them the meeting with this machine's other processes."""

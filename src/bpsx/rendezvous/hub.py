@@ -290,6 +290,9 @@ class Hub:
                 log.info("has come: %s; missing: %s", self._members.nodes[ident], self._members.missing_text() or "nobody")
                 connections.info("%s has connected", newcomer(message))
             return out or [(ident, self._status())]
+        if kind == "CANNOT":
+            log.warning("%s could not start: %s", newcomer(message), message["reason"])
+            return self._members.cannot_start(ident, message)
         if kind in KINDS:
             return self._observers.handle(ident, message, time.monotonic())
         if kind == "DECLARE":

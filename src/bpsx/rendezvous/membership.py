@@ -91,9 +91,16 @@ class Membership:
     def _refuse(self, ident: bytes, m: dict[str, Any], why: str) -> list[Output]:
         """Turn a node away. Who waits for one in its place shall hear of it: the node has proven the secret, if the job has one."""
         if self._lacks(m):
-            self.refused[_place(m)] = why
+            self.refused[_place(m)] = f"refused: {why}"
             self.vanished.turn_away(m["role"], m["rank"], m["host"], f"{newcomer(m)} was refused ({why})")
         return [(ident, {"type": "REFUSED", "reason": why, "over": self.state != "waiting"})]
+
+    def cannot_start(self, ident: bytes, m: dict[str, Any]) -> list[Output]:
+        """A node that has not introduced itself says why it never will. Unless it is started again, the job cannot form."""
+        if self._lacks(m):
+            self.refused[_place(m)] = f"could not start: {m['reason']}"
+            self.vanished.turn_away(m["role"], m["rank"], m["host"], f"{newcomer(m)} could not start: {m['reason']}")
+        return [(ident, {"type": "GOODBYE"})]
 
     def _lacks(self, m: dict[str, Any]) -> bool:
         """Whether the job still waits for what HELLO ``m`` wants to be, whoever that is."""
@@ -179,7 +186,7 @@ class Membership:
         return [self._with_reason(lacking, "server")] if servers else []
 
     def _with_reason(self, text: str, place: str) -> str:
-        return f"{text} (refused: {self.refused[place]})" if place in self.refused else text
+        return f"{text} ({self.refused[place]})" if place in self.refused else text
 
     def present(self) -> list[str]:
         """Who is here, for people."""

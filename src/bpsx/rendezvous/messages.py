@@ -1,7 +1,7 @@
 """The control link's messages: JSON objects with a type, checked field by field. Pure.
 
-A node sends HELLO, DECLARE, WAITING, HEARD, DOUBT, JOIN, CLEARED, BYE; the hub sends STATUS, WELCOME, REFUSED, PLACED, FAILED, RESET, WARN,
-JOINED, CLEAR, ADOPT, ALL_JOINED, UNJOINED, LEFT, LOST, END, GOODBYE.
+A node sends HELLO (or CANNOT, in its place), DECLARE, WAITING, HEARD, DOUBT, JOIN, CLEARED, BYE; the hub sends STATUS, WELCOME,
+REFUSED, PLACED, FAILED, RESET, WARN, JOINED, CLEAR, ADOPT, ALL_JOINED, UNJOINED, LEFT, LOST, END, GOODBYE.
 For those who look on, a node sends CLOCK, STATS, TRACED, an observer OBSERVE; the hub sends CLOCK, WATCH, TRACE, and VIEW to the observer.
 """
 
@@ -24,6 +24,7 @@ _TEXT = (str, 0, 1 << 16)
 _FIELDS: dict[str, dict[str, tuple[type[Any], int, int]]] = {
     "HELLO": {"protocol": _POSITION, "role": (str, 1, 16), "rank": (int, -1, 2**31), "host": _TEXT, "pid": _POSITION,
               "lanes": (list, 0, 4096), "config": (dict, 0, 64)},
+    "CANNOT": {"role": (str, 1, 16), "rank": (int, -1, 2**31), "host": _TEXT, "pid": _POSITION, "reason": _TEXT, "config": (dict, 0, 64)},
     "DECLARE": {"name": (str, 1, MAX_NAME), "generation": _POSITION, "nbytes": (int, 0, 2**62), "dtype": (int, 0, 255),
                 "shape": (list, 0, 64), "codec": (str, 0, 1024), "epoch": _POSITION},
     "WAITING": {"new": (list, 0, MOST_ITEMS), "over": (list, 0, MOST_ITEMS), "busy": (bool, 0, 1), "epoch": _POSITION,

@@ -18,6 +18,7 @@ from bpsx.host import allow_descriptors, heed_signals, hold, keep_memory, own_ho
 from bpsx.kernels import loading
 from bpsx.kernels.outside import import_compressors
 from bpsx.logs import configure
+from bpsx.rendezvous import failing
 from bpsx.rendezvous.client import Link
 from bpsx.rendezvous.waiting import introduce
 from bpsx.reporting import Reporter
@@ -42,6 +43,8 @@ class Server:
         self._failed = threading.Event()
         self._failure = ""
         self._joined = False
+        #: Whether the scheduler knows of this server, or has been asked to.
+        self.introduced = False
         self._signal = 0
         self._lanes: list[Lane] = []
         self._threads: list[threading.Thread] = []
@@ -61,7 +64,9 @@ class Server:
             self._link = link
             # While the others are still coming; later, strangers' connections may have used up the descriptors that loading needs.
             with loading(*BY_CODE, codecs=True):
-                welcome = link.join("server", -1, host, [e.bind(host, config.ports or ()) for e in endpoints])
+                lanes = [e.bind(host, config.ports or ()) for e in endpoints]
+                self.introduced = True
+                welcome = link.join("server", -1, host, lanes)
                 for i, endpoint in enumerate(endpoints):    # before anything that takes time: workers are at the door, and do not wait for long
                     endpoint.join(welcome["job"], i)
             self._joined = True
@@ -189,6 +194,7 @@ class Server:
 
 def main() -> int:
     """Run a server; returns the exit status: 0 after a job that ended well."""
+    config, server = None, None
     try:
         config = Config(role="server")
         configure(config, "server")
@@ -202,12 +208,13 @@ def main() -> int:
         if config.lifeline_fd >= 0:
             hold(config.lifeline_fd, server.orphaned)
         return server.run()
-    except ConfigError as e:
+    except Exception as e:
+        if server is None or not server.introduced:
+            failing.tell("server", e, config)
+        if not isinstance(e, BpsxError):
+            raise
         print(f"bpsx server: {e}", file=sys.stderr)
-        return 2
-    except BpsxError as e:
-        print(f"bpsx server: {e}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(e, ConfigError) else 1
 
 
 if __name__ == "__main__":
