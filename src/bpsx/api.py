@@ -98,11 +98,8 @@ def begin(again: bool = False, **given: Any) -> None:
     global _placed
     with _lock:
         if not initialised():
-            try:
+            with failing.told("worker"):
                 config, _placed = Config(role="worker", **given), bool(given)
-            except errors.ConfigError as e:
-                failing.tell("worker", e)
-                raise
             try:
                 _adopt(_next_session(config) if again else Session(config, again=_again))
             except errors.JobOverError as e:

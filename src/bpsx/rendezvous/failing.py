@@ -10,6 +10,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import zmq
@@ -38,11 +39,21 @@ def tell(role: str, error: BaseException, config: Config | None = None) -> None:
         known = _known(role) if config is None else config
         if known.root_uri is None or not known.root_port or not known.distributed and role == "worker":
             return
-        told = {"DMLC_ROLE": role, "DMLC_PS_ROOT_URI": known.root_uri, "DMLC_PS_ROOT_PORT": str(known.root_port),
+        fields = {"DMLC_ROLE": role, "DMLC_PS_ROOT_URI": known.root_uri, "DMLC_PS_ROOT_PORT": str(known.root_port),
                 "DMLC_WORKER_ID": str(known.worker_id or 0), "DMLC_NUM_WORKER": str(known.num_worker),
                 "BYTEPS_LOCAL_RANK": str(known.local_rank), "BYTEPS_LOCAL_SIZE": str(known.local_size)}
-        subprocess.run([sys.executable, "-P", "-m", "bpsx.rendezvous.failing", str(os.getpid())], env=child_environment(**told), check=False,
+        subprocess.run([sys.executable, "-P", "-m", "bpsx.rendezvous.failing", str(os.getpid())], env=child_environment(**fields), check=False,
                        input=in_short(error)[:_MOST_REASON].encode(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_LONGEST_SECONDS)
+
+
+@contextlib.contextmanager
+def told(role: str) -> Iterator[None]:
+    """A block whose errors keep a ``role`` from starting: the scheduler is told."""
+    try:
+        yield
+    except Exception as e:
+        tell(role, e)
+        raise
 
 
 def _known(role: str) -> Config:

@@ -331,10 +331,8 @@ class Exchange:
             return []
         failure = ended(users)      # interrupted, it is asked again
         self._late = None
-        if failure is not None:
-            return [failure]
-        if not users.differ:
-            return []
+        if failure is not None or not users.differ:
+            return [failure] if failure is not None else []
         return [frozen_on_some(m, count) for m, count in zip(self._managed, users.counts)
                 if count.trained and count.frozen]
 
