@@ -25,7 +25,7 @@ PATIENCE = 10
 _MOST_NAMED = 8
 
 
-@dataclass
+@dataclass(slots=True)
 class _Wait:
     """One worker's push of a tensor. Times are of the hub's clock, in seconds."""
 
@@ -35,7 +35,7 @@ class _Wait:
     full: bool = False          # all workers have been seen to push it
 
 
-@dataclass
+@dataclass(slots=True)
 class _Pushed:
     """A tensor's workers. ``fresh``: those whose wait is not marked full."""
 
@@ -44,7 +44,7 @@ class _Pushed:
     candidates: list[int] | None = None     # heap with the ranks that lack it, and perhaps others
 
 
-@dataclass
+@dataclass(slots=True)
 class _Worker:
     """One worker's reports."""
 
