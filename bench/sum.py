@@ -1,4 +1,7 @@
-"""``bench sum``: what a server's kernels do to one partition, against numpy.add and against each other; and what loading them costs."""
+"""``bench sum``: what a server's kernels do to one partition, against numpy.add and against each other; and what loading them costs.
+
+Half types cannot have 0.8 of float32's rate in the cache on every processor: docs/decisions/0007 has the bounds of AMD's Zen 4.
+"""
 
 from __future__ import annotations
 

@@ -32,53 +32,54 @@ def _in_hardware(triple: str, cpu: str, features: str) -> bool:
     return not any(name in text for name in ("__extendhfsf2", "__truncsfhf2", "__gnu_h2f_ieee", "__gnu_f2h_ieee"))
 
 
-def _alike(kind: ir.Type, like: ir.Type) -> ir.Type:
+def alike(kind: ir.Type, like: ir.Type) -> ir.Type:
     """``kind``, or a vector of as many as ``like`` has."""
     return ir.VectorType(kind, like.count) if isinstance(like, ir.VectorType) else kind
 
 
-def _constant(kind: ir.Type, value: float) -> ir.Constant:
+def constant(kind: ir.Type, value: float) -> ir.Constant:
+    """``value``, or a vector of nothing but that."""
     return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
 
 
 def from_float16(context: object, builder: ir.IRBuilder, bits: ir.Value) -> ir.Value:
     """The float32 that float16 with these bits (i16) are."""
-    floats, words = _alike(_F32, bits.type), _alike(_I32, bits.type)
+    floats, words = alike(_F32, bits.type), alike(_I32, bits.type)
     if _in_hardware(*context.codegen().magic_tuple()):      # type: ignore[attr-defined]
-        return builder.fpext(builder.bitcast(bits, _alike(ir.HalfType(), bits.type)), floats)
+        return builder.fpext(builder.bitcast(bits, alike(ir.HalfType(), bits.type)), floats)
     wide = builder.zext(bits, words)
-    sign = builder.shl(builder.and_(wide, _constant(words, 0x8000)), _constant(words, 16))
+    sign = builder.shl(builder.and_(wide, constant(words, 0x8000)), constant(words, 16))
     # Exponent and mantissa where float32 has them; the exponent's bias is made up for in each of three cases.
-    moved = builder.shl(builder.and_(wide, _constant(words, 0x7FFF)), _constant(words, 13))
-    exponent = builder.and_(moved, _constant(words, 0x1F << 23))
-    normal = builder.add(moved, _constant(words, (127 - 15) << 23))
-    endless = builder.or_(moved, _constant(words, 0xFF << 23))
-    quiet = builder.or_(endless, _constant(words, 1 << 22))
+    moved = builder.shl(builder.and_(wide, constant(words, 0x7FFF)), constant(words, 13))
+    exponent = builder.and_(moved, constant(words, 0x1F << 23))
+    normal = builder.add(moved, constant(words, (127 - 15) << 23))
+    endless = builder.or_(moved, constant(words, 0xFF << 23))
+    quiet = builder.or_(endless, constant(words, 1 << 22))
     endless = builder.select(builder.icmp_unsigned("==", moved, exponent), endless, quiet)      # infinity has no mantissa
     # 2^-14 (1 + m) - 2^-14 is 2^-14 m, what a float16 with an exponent of 0 is.
-    lifted = builder.bitcast(builder.add(moved, _constant(words, (127 - 14) << 23)), floats)
-    small = builder.bitcast(builder.fsub(lifted, _constant(floats, 2.0**-14)), words)
-    found = builder.select(builder.icmp_unsigned("==", exponent, _constant(words, 0)), small, normal)
-    found = builder.select(builder.icmp_unsigned("==", exponent, _constant(words, 0x1F << 23)), endless, found)
+    lifted = builder.bitcast(builder.add(moved, constant(words, (127 - 14) << 23)), floats)
+    small = builder.bitcast(builder.fsub(lifted, constant(floats, 2.0**-14)), words)
+    found = builder.select(builder.icmp_unsigned("==", exponent, constant(words, 0)), small, normal)
+    found = builder.select(builder.icmp_unsigned("==", exponent, constant(words, 0x1F << 23)), endless, found)
     return builder.bitcast(builder.or_(found, sign), floats)
 
 
 def to_float16(context: object, builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """The bits (i16) of the float16 nearest to float32, ties to even."""
-    floats, words, halves = value.type, _alike(_I32, value.type), _alike(_I16, value.type)
+    floats, words, halves = value.type, alike(_I32, value.type), alike(_I16, value.type)
     if _in_hardware(*context.codegen().magic_tuple()):      # type: ignore[attr-defined]
-        return builder.bitcast(builder.fptrunc(value, _alike(ir.HalfType(), value.type)), halves)
+        return builder.bitcast(builder.fptrunc(value, alike(ir.HalfType(), value.type)), halves)
     bits = builder.bitcast(value, words)
-    sign = builder.lshr(builder.and_(bits, _constant(words, 0x80000000)), _constant(words, 16))
-    size = builder.and_(bits, _constant(words, 0x7FFFFFFF))
-    odd = builder.and_(builder.lshr(size, _constant(words, 13)), _constant(words, 1))
-    rounded = builder.add(builder.add(size, _constant(words, (((15 - 127) << 23) + 0xFFF) & 0xFFFFFFFF)), odd)
-    normal = builder.lshr(rounded, _constant(words, 13))
+    sign = builder.lshr(builder.and_(bits, constant(words, 0x80000000)), constant(words, 16))
+    size = builder.and_(bits, constant(words, 0x7FFFFFFF))
+    odd = builder.and_(builder.lshr(size, constant(words, 13)), constant(words, 1))
+    rounded = builder.add(builder.add(size, constant(words, (((15 - 127) << 23) + 0xFFF) & 0xFFFFFFFF)), odd)
+    normal = builder.lshr(rounded, constant(words, 13))
     # Added to 0.5 the last bit of the sum is worth 2^-24, as is the last one of a float16 with an exponent of 0: the addition rounds.
-    small = builder.sub(builder.bitcast(builder.fadd(builder.bitcast(size, floats), _constant(floats, 0.5)), words), _constant(words, 126 << 23))
-    payload = builder.and_(builder.lshr(size, _constant(words, 13)), _constant(words, 0x1FF))
-    nan = builder.or_(payload, _constant(words, 0x7E00))
-    found = builder.select(builder.icmp_unsigned("<", size, _constant(words, (127 - 14) << 23)), small, normal)
-    found = builder.select(builder.icmp_unsigned(">=", size, _constant(words, (127 + 16) << 23)), _constant(words, 0x7C00), found)
-    found = builder.select(builder.icmp_unsigned(">", size, _constant(words, 0xFF << 23)), nan, found)
+    small = builder.sub(builder.bitcast(builder.fadd(builder.bitcast(size, floats), constant(floats, 0.5)), words), constant(words, 126 << 23))
+    payload = builder.and_(builder.lshr(size, constant(words, 13)), constant(words, 0x1FF))
+    nan = builder.or_(payload, constant(words, 0x7E00))
+    found = builder.select(builder.icmp_unsigned("<", size, constant(words, (127 - 14) << 23)), small, normal)
+    found = builder.select(builder.icmp_unsigned(">=", size, constant(words, (127 + 16) << 23)), constant(words, 0x7C00), found)
+    found = builder.select(builder.icmp_unsigned(">", size, constant(words, 0xFF << 23)), nan, found)
     return builder.trunc(builder.or_(found, sign), halves)

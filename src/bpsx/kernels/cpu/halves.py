@@ -13,11 +13,22 @@ from numba import types
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
-from bpsx.kernels.cpu.float16 import from_float16, to_float16
+from bpsx.kernels.cpu.float16 import alike, constant, from_float16, to_float16
 
 _F32 = ir.FloatType()
 _I16 = ir.IntType(16)
 _I32 = ir.IntType(32)
+
+
+#: Processors whose AVX-512 instructions go through units of 256 bits: each instruction counts there, and
+#: conversions of whole registers take longer than those of two halves. docs/decisions/0007 has the figures.
+_HALF_AS_WIDE = {"znver4"}
+
+
+def _is_half_as_wide(context: Any) -> bool:
+    """Whether code is made for one of these, with all of AVX-512 that it has."""
+    _, cpu, features = context.codegen().magic_tuple()
+    return cpu in _HALF_AS_WIDE and "+avx512bw" in features
 
 
 def wide_type(element: types.Type) -> types.Type:
@@ -30,14 +41,15 @@ def wide_type(element: types.Type) -> types.Type:
 
 
 def _bfloat16_rounded(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """The bits of a float32 whose upper half is the nearest bfloat16, ties to even.
+    """The bits of a float32, or of a vector, whose upper half is the nearest bfloat16, ties to even.
 
     NaN needs no care here: those that reach us were widened from a bfloat16 or made by the addition, so their low 16 bits are zero and
     nothing is carried into the rest.
     """
-    bits = builder.bitcast(value, _I32)
-    odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
-    return builder.add(builder.add(bits, _I32(0x7FFF)), odd)
+    words = alike(_I32, value.type)
+    bits = builder.bitcast(value, words)
+    odd = builder.and_(builder.lshr(bits, constant(words, 16)), constant(words, 1))
+    return builder.add(builder.add(bits, constant(words, 0x7FFF)), odd)
 
 
 @intrinsic
@@ -103,39 +115,75 @@ def over(typingctx: Any, x: types.Type, divisor: types.Type) -> Any:
     return x(x, divisor), codegen
 
 
-@intrinsic
-def add_two_bfloat16(typingctx: Any, x: types.Type, y: types.Type, scale: types.Type, divisor: types.Type) -> Any:
-    """Two bfloat16 in a 32-bit word at once: the sums of both halves of ``x`` and ``y``, times ``scale`` first, then divided and rounded.
+#: Elements that :func:`add_block_bfloat16` takes at once: those of one AVX-512 register.
+WORDS = 32
 
-    Shifts and masks within a word where widening and narrowing would move elements between words: vectorised, this is twice as fast.
+
+def _rounded_apart(builder: ir.IRBuilder, even: ir.Value, odd: ir.Value) -> ir.Value:
+    """Both vectors of float32 as bfloat16, ties to even: an element of ``even``, one of ``odd``, and so on."""
+    words = alike(_I32, even.type)
+    low, high = (_bfloat16_rounded(builder, value) for value in (even, odd))
+    return builder.or_(builder.lshr(low, constant(words, 16)), builder.and_(high, constant(words, 0xFFFF0000)))
+
+
+def _rounded_together(builder: ir.IRBuilder, even: ir.Value, odd: ir.Value) -> ir.Value:
+    """The same in fewer instructions, for a processor that compares and moves 32 halves at a time.
+
+    Upper and lower halves of all go into a vector each. Rounding carries from a lower half of more than
+    0x8000, and from 0x8000 below an odd upper half.
+    """
+    halves, order = ir.VectorType(_I16, WORDS), ir.VectorType(_I32, WORDS)
+    low, high = builder.bitcast(even, halves), builder.bitcast(odd, halves)
+
+    def every_second(first: int) -> ir.Value:
+        return builder.shuffle_vector(low, high, ir.Constant(order, [i - i % 2 + first + WORDS * (i % 2) for i in range(WORDS)]))
+
+    upper, lower = every_second(1), every_second(0)
+    bound = builder.not_(builder.or_(builder.and_(upper, constant(halves, 1)), constant(halves, 0x7FFE)))
+    carries = builder.icmp_unsigned(">=", lower, bound)
+    return builder.bitcast(builder.select(carries, builder.add(upper, constant(halves, 1)), upper), alike(_I32, even.type))
+
+
+@intrinsic
+def add_block_bfloat16(
+    typingctx: Any, a: types.Type, b: types.Type, at: types.Type, scale: types.Type, divisor: types.Type,
+) -> Any:
+    """``a[at:at + WORDS] = (a * scale + b * scale) / divisor`` on bfloat16 (as uint16).
+
+    Two elements are a 32-bit word, in which shifts and masks widen them: moving elements between words
+    would take twice as long.
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        def halves(word: ir.Value) -> tuple[ir.Value, ir.Value]:
-            low, high = builder.shl(word, _I32(16)), builder.and_(word, _I32(0xFFFF0000))
-            return builder.bitcast(low, _F32), builder.bitcast(high, _F32)
+        words, floats = ir.VectorType(_I32, WORDS // 2), ir.VectorType(_F32, WORDS // 2)
 
-        scale, d = args[2:]
-        sums = [builder.fdiv(builder.fadd(builder.fmul(a, scale), builder.fmul(b, scale)), d) for a, b in zip(halves(args[0]), halves(args[1]))]
-        low, high = (_bfloat16_rounded(builder, s) for s in sums)
-        return builder.or_(builder.lshr(low, _I32(16)), builder.and_(high, _I32(0xFFFF0000)))
+        def place(pointer: ir.Value) -> ir.Value:
+            return builder.bitcast(builder.gep(pointer, [args[2]]), words.as_pointer())
 
-    return types.uint32(x, y, scale, divisor), codegen
+        def mean(first: ir.Value, second: ir.Value) -> ir.Value:
+            parts = [builder.fmul(builder.bitcast(x, floats), factor) for x in (first, second)]
+            return builder.fdiv(builder.fadd(*parts), by)
+
+        factor, by = (_spread(builder, value, floats) for value in args[3:])
+        both = [builder.load(place(pointer), align=2) for pointer in args[:2]]
+        even = mean(*(builder.shl(x, constant(words, 16)) for x in both))
+        odd = mean(*(builder.and_(x, constant(words, 0xFFFF0000)) for x in both))
+        rounded = _rounded_together if _is_half_as_wide(context) else _rounded_apart
+        builder.store(rounded(builder, even, odd), place(args[0]), align=2)
+        return context.get_dummy_value()
+
+    return types.void(a, b, at, scale, divisor), codegen
 
 
-@intrinsic
-def as_uint16(typingctx: Any, pointer: types.Type) -> Any:
-    """The same address, of 16-bit elements."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        return builder.bitcast(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(types.uint16)(pointer), codegen
+def _spread(builder: ir.IRBuilder, value: ir.Value, kind: ir.VectorType) -> ir.Value:
+    """A vector of nothing but ``value``."""
+    undefined = ir.Constant(kind, ir.Undefined)
+    first = builder.insert_element(undefined, value, _I32(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, kind.count), [0] * kind.count))
 
 
 #: Elements that :func:`add_block_float16` takes at once: one AVX-512 register of float32.
 BLOCK = 16
-
 
 @intrinsic
 def add_block_float16(typingctx: Any, a: types.Type, b: types.Type, at: types.Type, divisor: types.Type) -> Any:
@@ -145,18 +193,15 @@ def add_block_float16(typingctx: Any, a: types.Type, b: types.Type, at: types.Ty
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        halves, floats = ir.VectorType(_I16, BLOCK), ir.VectorType(_F32, BLOCK)
-
-        def place(pointer: ir.Value) -> ir.Value:
-            return builder.bitcast(builder.gep(pointer, [args[2]]), halves.as_pointer())
-
-        def load(pointer: ir.Value) -> ir.Value:
-            return from_float16(context, builder, builder.load(place(pointer), align=2))
-
-        lane = builder.insert_element(ir.Constant(floats, ir.Undefined), args[3], _I32(0))
-        spread = builder.shuffle_vector(lane, ir.Constant(floats, ir.Undefined), ir.Constant(ir.VectorType(_I32, BLOCK), [0] * BLOCK))
-        mean = builder.fdiv(builder.fadd(load(args[0]), load(args[1])), spread)
-        builder.store(to_float16(context, builder, mean), place(args[0]), align=2)
+        size = BLOCK // 2 if _is_half_as_wide(context) else BLOCK
+        halves, floats = ir.VectorType(_I16, size), ir.VectorType(_F32, size)
+        by = _spread(builder, args[3], floats)
+        for begin in range(0, BLOCK, size):
+            at = builder.add(args[2], ir.Constant(args[2].type, begin))
+            places = [builder.bitcast(builder.gep(pointer, [at]), halves.as_pointer()) for pointer in args[:2]]
+            first, second = (from_float16(context, builder, builder.load(place, align=2)) for place in places)
+            mean = builder.fdiv(builder.fadd(first, second), by)
+            builder.store(to_float16(context, builder, mean), places[0], align=2)
         return context.get_dummy_value()
 
     return types.void(a, b, at, divisor), codegen

@@ -14,7 +14,7 @@ from numba import types
 from bpsx.dtypes import BY_CODE
 from bpsx.kernels import Kernels
 from bpsx.kernels.cpu.compiled import compiled
-from bpsx.kernels.cpu.halves import BLOCK, add_block_float16, add_two_bfloat16, as_uint16, narrow, over, plus, wide_type, widen
+from bpsx.kernels.cpu.halves import BLOCK, WORDS, add_block_bfloat16, add_block_float16, narrow, over, plus, wide_type, widen
 
 # 16-bit floats travel as integers, see halves.py.
 ELEMENTS: dict[str, types.Type] = {
@@ -33,22 +33,20 @@ def _pair(a: Any, b: Any, n: int, divisor: int) -> None:
 
 
 def _pair_bfloat16(a: Any, b: Any, n: int, divisor: int) -> None:
-    """As :func:`_pair`; ``a`` and ``b`` are seen as 32-bit words of two elements."""
-    words = n // 2
+    """As :func:`_pair`, a block of elements at a time."""
+    blocks = n // WORDS
+    scale = np.float32(1.0) if divisor == 1 else np.float32(0.5)
+    d = np.float32(divisor) * scale
     if divisor == 1:
         one = np.float32(1.0)
-        for i in range(words):
-            a[i] = add_two_bfloat16(a[i], b[i], one, one)
+        for i in range(blocks):
+            add_block_bfloat16(a, b, i * WORDS, one, one)
     else:
         half = np.float32(0.5)
-        d = np.float32(divisor) * half
-        for i in range(words):
-            a[i] = add_two_bfloat16(a[i], b[i], half, d)
-    if n % 2:
-        last, other = as_uint16(a), as_uint16(b)
-        scale = np.float32(1.0) if divisor == 1 else np.float32(0.5)
-        total = widen(last[n - 1]) * scale + widen(other[n - 1]) * scale
-        last[n - 1] = narrow(total / (np.float32(divisor) * scale), last[n - 1])
+        for i in range(blocks):
+            add_block_bfloat16(a, b, i * WORDS, half, d)
+    for i in range(blocks * WORDS, n):
+        a[i] = narrow((widen(a[i]) * scale + widen(b[i]) * scale) / d, a[i])
 
 
 def _pair_float16(a: Any, b: Any, n: int, divisor: int) -> None:
@@ -123,8 +121,7 @@ def load(code: int) -> Kernels:
     steps = (_add, _start, _finish)
     if dtype.name == "bfloat16":
         steps = (_add_bfloat16, _start_bfloat16, _finish_bfloat16)
-        words = types.CPointer(types.uint32)
-        pair = _compile(_pair_bfloat16, words, words, count, count)
+        pair = _compile(_pair_bfloat16, data, data, count, count)
     elif dtype.name == "float16":
         pair = _compile(_pair_float16, data, data, count, count)
     else:
