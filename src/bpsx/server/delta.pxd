@@ -11,7 +11,7 @@ from bpsx.core.status cimport E_MEMORY, E_PROTOCOL
 from bpsx.kernels.abi cimport Kernels
 from bpsx.server.answer cimport Result, put_record, reply_header, result_in, send_error, send_result
 from bpsx.server.lane cimport Lane
-from bpsx.server.store cimport ACCEPTED, MALFORMED, REPEATED, Entry, Share, Verdict, memory_for, note_landing
+from bpsx.server.store cimport ACCEPTED, MALFORMED, REPEATED, Entry, Share, Verdict, free_memory, memory_for, note_landing
 from bpsx.transports.abi cimport Message
 
 
@@ -40,6 +40,8 @@ cdef inline bint add_delta(Entry *e, char *body, bint writable, uint64_t divisor
             body = e.small
         k.divide(body, n, divisor)
     k.pair(e.value, body, n, 1)
+    if body == e.small:
+        free_memory(&e.small)
     return True
 
 

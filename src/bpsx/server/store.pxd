@@ -49,13 +49,14 @@ cdef struct Entry:
     bint named                  # the details are workers' ranks; else senders'
     Share *shares               # by rank
     Message *first              # the first large push: its body is the accumulator and the result
-    char *small                 # a small key's own memory for the same, nbytes
+    # Memory of the open round. Freed at its end: a key may never be pushed again.
+    char *small                 # a small key's accumulator and result, nbytes
     char *wide                  # accumulator of the wide type, for half and 8-bit types of three and more workers
     char *sum                   # where the result is: first.body or small
     # Of a compressed key, else NULL; see packed.pxd:
     Packed *packed
     Kernels *wide_kernels       # of the wide type
-    char *acc                   # the sum, elements of the wide type
+    char *acc                   # the sum, elements of the wide type; of the open round, too
     double rate                 # the learning rate of the open round
     uint64_t counter            # the largest that a push of the open round began with
     bint alike                  # ... and all did
@@ -85,12 +86,23 @@ cdef inline Entry *entry_new(uint64_t key, uint64_t nbytes, uint8_t dtype, Kerne
     return e
 
 
+cdef inline void free_memory(char **where) noexcept nogil:
+    free(where[0])
+    where[0] = NULL
+
+
+cdef inline void free_round(Entry *e) noexcept nogil:
+    """Free what the open round has needed. Its result must have been handed over."""
+    free_memory(&e.small)
+    free_memory(&e.wide)
+    free_memory(&e.acc)
+    e.sum = NULL
+
+
 cdef inline void entry_free(Entry *e) noexcept nogil:
+    free_round(e)
     free(e.shares)
-    free(e.small)
-    free(e.wide)
     free(e.value)
-    free(e.acc)
     packed_free(e.packed)
     free(e)
 
@@ -109,7 +121,7 @@ cdef inline void open_next_round(Entry *e, uint32_t workers) noexcept nogil:
     e.status = 0
     e.named = False
     e.first = NULL
-    e.sum = NULL
+    free_round(e)
 
 
 cdef inline Verdict count_push(Entry *e, Header *h, uint32_t workers) noexcept nogil:
