@@ -102,6 +102,11 @@ class Child:
         return stop(self.process)
 
 
+def processor_seconds(pid: int) -> float:
+    """What the threads of a process have had of processors so far."""
+    return sum(int(file.read_text().split()[0]) for file in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
+
+
 def ask_all(children: Iterable[Child], op: str, *, timeout: float = 120.0, **arguments: Any) -> list[Any]:
     """The same command to all at once; their answers in order."""
     group = list(children)

@@ -13,6 +13,9 @@ gradient, cannot be hidden.
 **crossbarrier**: the step with CrossBarrier against the step with DistributedOptimizer, with every process in a network namespace of its own whose
 link sends at most 1 Gbit/s, for a model whose first layers are the largest, with AdamW; as many servers as workers. Both with the options
 that docs/tuning.md has for slow networks; ``crossbarrier-defaults`` is without them, for information.
+
+**small**: processor time that the exchange of 2,000 tensors of 4 elements adds to a step, per tensor and worker, all threads of the
+worker and its share of the server included; beside it the same of DistributedDataParallel with gloo, which sums buckets.
 """
 
 from __future__ import annotations
@@ -24,12 +27,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from bench import network, peers
-from bench.jobs import Child, Job, ask_all, progress
+from bench.jobs import Child, Job, ask_all, processor_seconds, progress
 from bench.report import BenchError, Case, median_case
+from bench.torch_models import SMALL_ELEMENTS
 
 WORKERS = 2
 MODELS = ("mlp", "gpt")
-CASES = ("step", "overlap", "crossbarrier")
+CASES = ("step", "overlap", "crossbarrier", "small")
 _MODULES = dict.fromkeys(range(WORKERS), "bench.torch_worker")
 # With two processes on few cores, more threads measure the scheduler of the system.
 _THREADS = {"OMP_NUM_THREADS": "1"}
@@ -69,6 +73,8 @@ def run(options: argparse.Namespace) -> list[Case]:
         cases += overlap(plan)
     if "crossbarrier" in wanted:
         cases += crossbarrier(plan)
+    if "small" in wanted:
+        cases.append(small(plan))
     return cases
 
 
@@ -132,6 +138,24 @@ def overlap(plan: Plan) -> list[Case]:
                 cases.append(Case(f"overlap-{model}-{transport}", statistics.mean(shares), "share", samples=tuple(shares),
                                   note="of the time with gradients under way, that in which backward runs"))
     return cases
+
+
+def small(plan: Plan) -> Case:
+    """See the module's text. The least of all turns: other processes' work on the machine makes caches cold."""
+    found: dict[str, list[float]] = defaultdict(list)
+    with _job(1) as job, peers.gloo(WORKERS, "bench.torch_worker") as gloo:
+        n = ask_all(gloo, "make", workload="small", way="gloo")[0] // SMALL_ELEMENTS
+        job.ask("make", workload="small", way="optimizer")
+        for turn in range(plan.turns):
+            progress(f"small: turn {turn + 1} of {plan.turns}")
+            for name, workers, way in (("ours", job.workers, "optimizer"), ("gloo", gloo, "gloo"), ("alone", gloo, "alone")):
+                before = sum(processor_seconds(server.pid) for server in job.servers)
+                each = ask_all(workers, "processor", workload="small", way=way, count=plan.steps)
+                servers = sum(processor_seconds(server.pid) for server in job.servers) - before
+                found[name].append((statistics.mean(each) + servers / plan.steps / WORKERS) / n * 1e6)
+    alone = min(found["alone"])
+    return Case("small", min(found["ours"]) - alone, "us", peer=max(min(found["gloo"]) - alone, 1e-3),
+                samples=tuple(each - alone for each in found["ours"]), note=f"per tensor, besides the {alone:.3g} us of a step alone; DDP with gloo")
 
 
 def crossbarrier(plan: Plan) -> list[Case]:

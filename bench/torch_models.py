@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.nn import functional
 from examples.pytorch.models import GPT, perceptron
 
 _SEQUENCE, _VOCABULARY = 64, 512
+SMALL_ELEMENTS = 4
 
 
 class Workload(NamedTuple):
@@ -39,6 +40,17 @@ def _classes(rows: int, inputs: int, classes: int) -> Callable[[nn.Module, int],
     return loss
 
 
+class _Small(nn.Module):
+    """As many small parameters as a network of thousands of normalization layers has."""
+
+    def __init__(self, tensors: int) -> None:
+        super().__init__()
+        self.small = nn.ParameterList(torch.ones(SMALL_ELEMENTS) for _ in range(tensors))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([p * x for p in self.small]).sum()
+
+
 def _next_token(rows: int) -> Callable[[nn.Module, int], torch.Tensor]:
     def loss(model: nn.Module, rank: int) -> torch.Tensor:
         text = torch.randint(_VOCABULARY, (rows, _SEQUENCE + 1), generator=torch.Generator().manual_seed(rank))
@@ -53,6 +65,9 @@ WORKLOADS = {
                     lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)),
     # 3.3 million in 51
     "gpt": Workload(_seeded(lambda: GPT(_VOCABULARY, _SEQUENCE)), _next_token(8), lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)),
+    # 2,000 tensors of 4 elements: what each costs besides its bytes
+    "small": Workload(lambda: _Small(2000), lambda model, rank: cast("torch.Tensor", model(torch.full((1,), rank + 1.0))),
+                      lambda model: torch.optim.SGD(model.parameters(), lr=1e-6)),
     # 12.8 million, of which the first nine layers have 12.0. On a link of 1 Gbit/s their gradients take longer than forward and backward.
     "front": Workload(_seeded(lambda: perceptron(*[1152] * 10, 512, 512, 10)), _classes(160, 1152, 10),
                       lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)),

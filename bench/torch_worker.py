@@ -80,6 +80,21 @@ def steps(workload: str, way: str, count: int, warm: int = 2) -> list[float]:
     return [(time.perf_counter() - begin) / count]
 
 
+def processor(workload: str, way: str, count: int) -> float:
+    """Seconds of processors for one step, all threads of this process, after two others."""
+    if way == "alone" and f"{workload} alone" not in _made:
+        model = WORKLOADS[workload].model()
+        _made[f"{workload} alone"] = model, WORKLOADS[workload].optimizer(model), 0, WORKLOADS[workload].loss
+    model, optimizer, rank, loss = _made[f"{workload} {way}"]
+    for i in range(2 + count):
+        if i == 2:
+            begin = time.process_time()
+        optimizer.zero_grad()
+        loss(model, rank).backward()
+        optimizer.step()
+    return (time.process_time() - begin) / count
+
+
 def alone(workload: str, count: int) -> list[float]:
     """Seconds of each step without any exchange: what no transport can beat."""
     model = WORKLOADS[workload].model()
@@ -136,7 +151,7 @@ def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 if __name__ == "__main__":
-    serve({"init": init, "make": make, "steps": steps, "alone": alone, "checksum": checksum, "overlap": overlap})
+    serve({"init": init, "make": make, "steps": steps, "alone": alone, "processor": processor, "checksum": checksum, "overlap": overlap})
     if dist.is_initialized():
         dist.destroy_process_group()
     else:

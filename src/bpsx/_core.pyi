@@ -77,6 +77,9 @@ class Core:
         """A handle for a tensor without a place; then :meth:`release` or :meth:`end`. Raises :class:`ValueError` for a wrong size."""
     def release(self, handle: Handle, tensor: Tensor, will_wait: bool = False) -> None:
         """Hand a prepared handle to the driver."""
+    def submit_known(self, item: Item, declared: dict[str, Declared], codes: dict[str, int], divisor: int) -> bool:
+        """As :meth:`submit` of one item in place, on the host and uncompressed. False, and nothing done, unless it is ``declared`` as what it is, of
+        an element type in ``codes``."""
     def submit_all(
         self, items: list[Item], declared: dict[str, Declared], codes: dict[str, int], divisor: int,
         on: tuple[Gpu, Callable[[], int], Moment | None],

@@ -23,6 +23,7 @@ from bpsx.core.loop cimport background, codec_thread, end_all, give_back_coded, 
 from bpsx.core.parts cimport queue_kernels
 from bpsx.core.partition cimport Lane, Partition, Server, Task, Tell
 from bpsx.core.places cimport free_places
+from bpsx.core.process cimport own_pid
 from bpsx.core.pool cimport pool_free, pool_new, pool_next, pool_stop
 from bpsx.core.reaping cimport take_reaped, unreaped
 from bpsx.core.report cimport counters_of, gauges_of
@@ -32,16 +33,13 @@ from bpsx.core.status cimport DONE, E_DEVICE, E_SHUTDOWN
 from bpsx.core.telling cimport tell_failed, tell_failing, tell_known
 from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock, wait_until
 from bpsx.core.watch cimport Watch
-from bpsx._handle cimport Handle, Item
+from bpsx._handle cimport Handle, Item, new_handle
 from bpsx._tensor cimport Declared, Tensor
 from bpsx.transports.abi cimport Endpoint
 
 from bpsx import errors
 from bpsx._tensor import waiting
 from bpsx.asking import Asking
-
-cdef extern from "<unistd.h>" nogil:
-    int getpid()
 
 @cython.no_gc_clear
 cdef class Core:
@@ -65,7 +63,7 @@ cdef class Core:
         memset(&self.c, 0, sizeof(CCore))
         if monitor_init(&self.c.monitor) != 0:
             raise MemoryError("cannot create a mutex")
-        self.pid = getpid()
+        self.pid = own_pid()
         self.endpoint = endpoint
         self.capsule = endpoint.abi()
         self.c.endpoint = <Endpoint *>PyCapsule_GetPointer(self.capsule, b"bpsx.Endpoint")
@@ -175,12 +173,10 @@ cdef class Core:
                 int priority=0, double rate=0, bint keeps=False, owner=None, result=None, on=None) -> Handle:
         """A handle for a tensor that has not been placed yet; :meth:`release` sets it off, :meth:`end` ends it. ``keeps``: ask for, or
         with ``input`` set, what servers keep of it, compressed as it is. ``on``: see :class:`bpsx.devices.OnGpu`."""
-        cdef Handle handle = self._new(name, divisor, priority, owner, result)
+        cdef Handle handle = new_handle(self, &self.c, name, divisor, priority, owner, result)
         self.reap()
-        handle.task.broadcast = broadcast
-        handle.task.asynchronous = asynchronous
-        handle.task.rate = rate
-        handle.task.keeps = keeps
+        handle.task.broadcast, handle.task.asynchronous = broadcast, asynchronous
+        handle.task.rate, handle.task.keeps = rate, keeps
         if type(output) is tuple:
             handle.task.output = <char *><uintptr_t>output[0]
         else:
@@ -199,17 +195,6 @@ cdef class Core:
                 raise ValueError(f"{name!r}: input has {handle.view_in.len} bytes, {nbytes} expected")
         if on is not None:
             self._put_handle_on(handle, on)
-        return handle
-
-    cdef Handle _new(self, str name, uint32_t divisor, int priority, owner, result):
-        cdef Handle handle = Handle.__new__(Handle)
-        handle.core, handle.c = self, &self.c
-        handle.name = name
-        handle.owner = owner
-        handle.result = result
-        handle.task.divisor = divisor
-        handle.task.priority = priority
-        handle.task.handle = <void *>handle
         return handle
 
     cdef _put_handle_on(self, Handle handle, on):
@@ -231,6 +216,25 @@ cdef class Core:
             with nogil:
                 submit(&self.c, &handle.task, &handle.task, 1, will_wait)
 
+    def submit_known(self, Item item not None, dict declared, dict codes, uint32_t divisor) -> bool:
+        """As :meth:`submit` of one item in place, on the host and uncompressed. It has its handle before
+        anything can interrupt the caller; that has no result. False, and nothing done, unless the item
+        is ``declared`` as what it is, of an element type in ``codes``."""
+        cdef Handle handle
+        cdef Tensor tensor
+        self.reap()
+        tensor = item.known_as(declared, codes)
+        if tensor is None:
+            return False
+        handle = item.take_spare()
+        handle.fill(self, &self.c, item.name, divisor, item.priority, item.owner, None)
+        handle.task.input = handle.task.output = <char *><uintptr_t>item.address
+        self._join(handle, tensor)
+        item.begun = handle
+        with nogil:
+            submit(&self.c, &handle.task, &handle.task, 1, False)
+        return True
+
     def submit_all(self, list items, dict declared, dict codes, uint32_t divisor, on) -> None:
         """As :meth:`submit` of each of ``items`` (:class:`bpsx._handle.Item`), in place and at once, with one moment ``on`` the GPU for all but
         those that are not ``declared``, uncompressed and of an element type in ``codes``, as what they are. Their memory is freed in the order of
@@ -251,7 +255,7 @@ cdef class Core:
             handle = None
             if tensors[i] is not None:
                 item = items[i]
-                handle = self._new(item.name, divisor, item.priority, item.owner, None)
+                handle = new_handle(self, &self.c, item.name, divisor, item.priority, item.owner, None)
                 handle.by_stream = True
                 handle.task.input = handle.task.output = <char *><uintptr_t>item.address
                 handle.task.stream, handle.task.recorded, handle.task.ready = stream, number, <void *>ready

@@ -1,9 +1,12 @@
 # What other extension modules see of _handle.pyx.
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from bpsx._tensor cimport Tensor
 from bpsx.core.partition cimport Task, Tell
 from bpsx.core.state cimport Core as CCore
+
+
+cdef class Handle
 
 
 cdef class Item:                # see _handle.pyx
@@ -12,8 +15,10 @@ cdef class Item:                # see _handle.pyx
     cdef readonly uint64_t address, nbytes
     cdef readonly int priority
     cdef public object begun
+    cdef Handle spare           # of an earlier push_pull, to be used again if nobody else has it; or None
 
     cdef Tensor known_as(self, dict declared, dict codes)
+    cdef Handle take_spare(self)
 
 
 cdef class Handle:
@@ -34,13 +39,19 @@ cdef class Handle:
     cdef readonly str name
     cdef public object result
 
+    cdef fill(self, core, CCore *c, str name, uint32_t divisor, int priority, owner, result)
     cdef void _release_buffers(self)
     cdef _end(self, timeout)
     cdef _output(self)
     cdef _meet(self, uint64_t stream)
     cdef bint has_ended(self)
+    cdef bint has_succeeded(self)
+    cdef rest(self)
     cdef void tell_at_end(self, Tell *tell) noexcept
     cdef error(self)
     cdef bint is_behind(self, uint64_t stream, uint64_t by)
     cdef _between_slices(self, int64_t end)
     cdef void _ask(self)
+
+
+cdef Handle new_handle(core, CCore *c, str name, uint32_t divisor, int priority, owner, result)

@@ -2,10 +2,13 @@
 """One push_pull, as who asks for it among others and who waits for it sees it."""
 from cpython.buffer cimport PyBuffer_Release
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from cpython.object cimport PyObject
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.string cimport memset
 
 from bpsx._tensor cimport Declared, Tensor
 from bpsx.core.loop cimport wait_for
+from bpsx.core.process cimport own_pid as c_own_pid
 from bpsx.core.reaping cimport met, now_met
 from bpsx.core.status cimport DONE, PENDING
 from bpsx.core.sync cimport atomic_load, lock, now_ns, unlock
@@ -13,11 +16,13 @@ from bpsx.core.sync cimport atomic_load, lock, now_ns, unlock
 from bpsx import errors
 from bpsx.tracebacks import CUT, shorten
 
-cdef extern from "<unistd.h>" nogil:
-    int getpid()
-
 # How long a wait stays without the GIL before it looks for signals (Ctrl-C).
 cdef int64_t SLICE_NS = 200_000_000
+
+
+def own_pid() -> int:
+    """As os.getpid(), without a system call."""
+    return c_own_pid()
 
 
 cdef class Item:
@@ -41,6 +46,22 @@ cdef class Item:
             found.uses += 1
         return tensor
 
+    cdef Handle take_spare(self):
+        """An empty handle: the spare one, if neither the core nor the user has it any more; else a new one."""
+        cdef Handle handle = self.spare
+        self.spare = None
+        if handle is None or (<PyObject *>handle).ob_refcnt != 1:
+            return Handle.__new__(Handle)
+        memset(&handle.task, 0, sizeof(Task))
+        return handle
+
+
+cdef Handle new_handle(core, CCore *c, str name, uint32_t divisor, int priority, owner, result):
+    """Of a push_pull that has not begun."""
+    cdef Handle handle = Handle.__new__(Handle)
+    handle.fill(core, c, name, divisor, priority, owner, result)
+    return handle
+
 
 cdef class Handle:
     """One push_pull under way. Keeps input and output alive until both the result is home and the transport has let go.
@@ -52,6 +73,10 @@ cdef class Handle:
         self._release_buffers()
         if self.gpu is not None and self.event:
             self.gpu.give(self.event)
+
+    cdef fill(self, core, CCore *c, str name, uint32_t divisor, int priority, owner, result):
+        self.core, self.c, self.name, self.owner, self.result = core, c, name, owner, result
+        self.task.divisor, self.task.priority, self.task.handle = divisor, priority, <void *>self
 
     cdef void _release_buffers(self):
         if self.has_in:
@@ -86,7 +111,7 @@ cdef class Handle:
     cdef _end(self, timeout):
         cdef int64_t end = 0, slice_end
         cdef bint finished, waited = False
-        if getpid() != self.core.pid:
+        if c_own_pid() != self.core.pid:
             raise errors.NotInitializedError(f"push_pull of {self.name!r} was begun in process {self.core.pid}; its forked child cannot wait for it")
         if timeout is not None:
             end = now_ns() + <int64_t>(timeout * 1e9)
@@ -113,6 +138,15 @@ cdef class Handle:
     cdef bint has_ended(self):
         """Whether a wait would not wait. On a GPU that is when the end has been queued there."""
         return atomic_load(&self.task.status) != PENDING
+
+    cdef bint has_succeeded(self):
+        """Whether a wait would neither wait nor raise. Only of what is on the host."""
+        return atomic_load(&self.task.status) == DONE
+
+    cdef rest(self):
+        """It has ended and been waited for, and may be used again: then it keeps nothing alive. Returns its core."""
+        core, self.core, self.tensor = self.core, None, None
+        return core
 
     cdef void tell_at_end(self, Tell *tell) noexcept:
         """Have ``tell.run`` called once, with the status, by whoever ends this, any thread without the GIL; here and now if it has ended."""

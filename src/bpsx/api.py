@@ -16,7 +16,7 @@ import numpy as np
 
 from bpsx import arrays, counting, errors, host_arrays, process_exit, spawned
 from bpsx._exit import set_exit_status
-from bpsx._handle import Handle
+from bpsx._handle import Handle, own_pid
 from bpsx.arguments import check_handle, check_name, check_priority, checked_root
 from bpsx.arrays import is_on_gpu
 from bpsx.compressing import Remembered
@@ -250,7 +250,7 @@ def session() -> Session:
     found = _session
     if found is None:
         raise errors.NotInitializedError("bpsx is not initialised: call init() first")
-    if _owner_pid != os.getpid():
+    if _owner_pid != own_pid():
         raise errors.NotInitializedError(f"bpsx was initialised in process {_owner_pid} and this is its forked child {os.getpid()}: "
                                          "call init() in the child before anything else, or use the 'spawn' start method")
     return found

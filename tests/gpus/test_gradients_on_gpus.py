@@ -46,13 +46,13 @@ def synchronous(plain):         # what PyTorch does next, to free the memory too
 view_at, batch.submit = ops.view_at, alone
 for name in ("_receive", "_discard"):
     setattr(exchange.Exchange, name, synchronous(getattr(exchange.Exchange, name)))
-settle, settled = exchange.settle, []
+settle, settled = exchange._settling.settle, []
 def settle_and_wait(managed):
     settled.append(len(managed))
     rest = settle(managed)
     cuda.sync(stream[0])
     return rest
-exchange.settle = settle_and_wait
+exchange._settling.settle = settle_and_wait
 stream, asked = [main], []
 begin = batch._adapter.Session.push_pull_all
 def counted(self, items, *more, **options):

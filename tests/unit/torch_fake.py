@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import bpsx.torch as bps
-from bpsx._adapter import TensorView
+from bpsx._adapter import Item, TensorView
 from bpsx.startup_check import PREFIX as DIGEST
 from bpsx.torch.exchange import KINDS
 from bpsx.torch.users import PREFIX as USED
@@ -100,6 +100,11 @@ class FakeSession:
             return Push(self, name, source, target, result)
         self.pushes.append(Push(self, name, source, target, result, average, priority, will_wait))
         return self.pushes[-1]
+
+    def push_pull_known(self, item: Item, average: bool) -> bool:
+        view = TensorView(item.address, item.nbytes, item.dtype, item.shape, item.owner)
+        item.begun = self.push_pull(item.name, view, view, average=average, priority=item.priority)
+        return True
 
     def broadcast(self, name: str, view: TensorView, root: int, *, result: object = None) -> Push:
         """As root: keep the bytes. As another worker: replace them by those kept."""

@@ -38,7 +38,7 @@ class Managed:
     #: What has been pushed are zeros for a gradient that this worker has not had.
     stands_in: bool
     sparse_here: bool
-    #: On a GPU it is dense, and goes with others.
+    #: It is dense and travels as it is: hooks need only look at its memory.
     quick: bool
     #: Another optimizer sums its gradient, too.
     rivalled: bool
@@ -76,18 +76,6 @@ class Pushed(Item):
     def wait(self) -> torch.Tensor:
         """The sum. Raises what has made it fail."""
 
-def pushed_of(managed: list[Managed]) -> list[Managed]:
-    """Those whose gradients are on their way."""
-def missing_of(managed: list[Managed]) -> list[Managed]:
-    """Those that are trained, wanted and not on their way. What could not begin is not, and goes again."""
-def restart(managed: list[Managed], passes: int) -> None:
-    """Forget backward passes that have been added up so far, and averages, whose memory may be wanted."""
-def all_together(managed: list[Any]) -> bool:
-    """Whether each of them has a gradient of its own on its way, with others on a GPU."""
-def settle(managed: list[Managed]) -> list[Managed]:
-    """Wait for gradients that are :func:`all_together`, and see that they are where the optimizer looks. Returns those with which something is the
-    matter, as they are: failed, written to, with other memory."""
-
 class Failed:
     """The handle of a push that could not begin."""
 
@@ -99,17 +87,21 @@ class Batch:
     """What one optimizer's hooks have been given and have not begun yet. Thread-safe.
 
     ``begin``: of items, their GPU, what gives its current stream, and the stream that made them, begins them as
-    :meth:`bpsx.session.Session.push_pull_all` does; ``begin_alone``: of a gradient and its name gives a :class:`Pushed`; ``worth``: gives how many
-    bytes are worth beginning.
+    :meth:`bpsx.session.Session.push_pull_all` does; ``begin_alone``: of a gradient and its name gives a :class:`Pushed`; ``begin_here``: begins an
+    item on the host as :meth:`bpsx.session.Session.push_pull_known` does; ``worth``: gives how many bytes are worth beginning.
     """
 
     #: Hooks may leave out what they check otherwise: see :meth:`bpsx.torch.exchange.Exchange.accumulated`.
     quick: bool
     def __init__(
-        self, begin: Callable[[list[Item], int, Streams, int], None], begin_alone: Callable[[torch.Tensor, Any], Pushed], worth: Callable[[], int],
+        self, begin: Callable[[list[Item], int, Streams, int], None], begin_alone: Callable[[torch.Tensor, Any], Pushed],
+        begin_here: Callable[[Item], bool], worth: Callable[[], int],
     ) -> None: ...
     def add(self, managed: Managed, gradient: torch.Tensor) -> None:
         """Sum a parameter's dense gradient on the GPU, and set its ``pushed``. Raises why one cannot begin that has to alone."""
+    def take(self, managed: Managed, gradient: torch.Tensor) -> bool:
+        """Sum a parameter's dense gradient and set its ``pushed``; on the GPU as :meth:`add` does.
+        False: it has to go the long way."""
     def submit(self) -> None:
         """Begin what there is. Raises the first failure; whoever waits for that gradient is told, too."""
 

@@ -8,19 +8,19 @@ import contextlib
 from copy import copy
 
 import torch
+cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint64_t
 
 from bpsx._adapter cimport Handle, Item
-from bpsx.torch.dlpack cimport ON_CPU, ON_CUDA, Seen, Table, address, elements, is_contiguous, look, shape_of, table_of
+from bpsx.torch.dlpack cimport ON_CPU, ON_CUDA, Seen, Table, address, elements, has_shape, is_contiguous, look, shape_of, table_of
 from bpsx.torch.turn cimport Turn, drop_turn, end_turn, new_turn, take_turn
 
-from bpsx.torch.eager import eager
-from bpsx.torch.ops import SUMMED, mark_all_written, streams_of
+from bpsx.torch.eager import eager, set_compiler
+from bpsx.torch.ops import SUMMED, streams_of
 
 cdef enum:
     ALONE = 2                   # references to the memory of a tensor that is alone: its own, and that of who asks
-    UNCOUNTED = -1              # a version that nobody counts
 
 #: A test may take all memory for the first GPU's. Then it is called with that of each gradient: address, bytes, PyTorch's storage.
 ALL_ON_GPU = None
@@ -44,16 +44,24 @@ cdef bint see(tensor, Seen *seen):
     return DLPACK != NULL and type(tensor) is _Tensor and look(DLPACK, tensor, seen)
 
 
+cdef bint is_on_gpu(const Seen *seen):
+    """Whether it is on a GPU that bpsx knows."""
+    return seen.lanes == 1 and (seen.device_type == ON_CUDA or seen.device_type == ON_CPU and ALL_ON_GPU is not None)
+
+
 cdef bint see_on_gpu(tensor, Seen *seen):
     """As :func:`is_dense_on_gpu`, and what DLPack says of it. False also where it cannot be asked."""
-    if not see(tensor, seen) or seen.lanes != 1:
-        return False
-    return seen.device_type == ON_CUDA or seen.device_type == ON_CPU and ALL_ON_GPU is not None
+    return see(tensor, seen) and is_on_gpu(seen)
 
 
 cdef Py_ssize_t holders(memory):
     """References to this object, which PyTorch keeps for the storage's life, its own among them: their number differs between releases."""
     return (<PyObject *>memory).ob_refcnt
+
+
+cdef bint is_only_ours(Pushed pushed):
+    """Whether nobody but the caller's one variable has it."""
+    return (<PyObject *>pushed).ob_refcnt == 1
 
 
 cdef Py_ssize_t holders_of_one():
@@ -105,20 +113,6 @@ def version(tensor) -> int | None:
 
 cdef class Managed:
     """A parameter that is trained: its name on the wire, its urgency, the backward passes left until it is pushed, and the push."""
-    cdef object __weakref__
-    cdef readonly object parameter, named
-    cdef readonly str name
-    cdef public object pushed           # a Pushed, a SparseSum or None
-    cdef public object hook
-    cdef public object kind             # None: the workers have not agreed yet
-    cdef public object averaged         # what an implicit wait has left in grad, and its version; or None
-    cdef public int passes_left, sparse_dim
-    cdef public bint deferred           # a sparse gradient that is complete, and waits for that
-    cdef public bint stands_in          # what has been pushed are zeros for a gradient that this worker has not had
-    cdef public bint quick              # on a GPU it is dense, and goes with others
-    cdef public bint rivalled           # another optimizer sums its gradient, too
-    cdef public bint sparse_here        # the optimizer needs a sparse gradient; what has been pushed is dense
-    cdef public bint wanted             # False: no worker has a gradient in this step, as far as is known
 
     def __init__(self, str name, parameter, named, int passes) -> None:
         self.name, self.parameter, self.named, self.passes_left, self.sparse_dim, self.wanted = name, parameter, named, passes, 1, True
@@ -150,7 +144,9 @@ cdef bint lies_plain(Pushed pushed, const Seen *seen) except -1:
     # Kept by its storage: `gradient.data` may be set to other memory meanwhile.
     pushed.owner, pushed.dtype = memory, dtype
     if seen != NULL:
-        pushed.shape, pushed.address, pushed.nbytes = shape_of(seen), <uint64_t>address(seen), elements(seen) * (seen.bits // 8)
+        if not has_shape(seen, pushed.shape):
+            pushed.shape = shape_of(seen)
+        pushed.address, pushed.nbytes = <uint64_t>address(seen), elements(seen) * (seen.bits // 8)
     else:
         pushed.shape, pushed.address, pushed.nbytes = gradient.shape, gradient.data_ptr(), gradient.nbytes
     if ALL_ON_GPU is not None:
@@ -163,13 +159,6 @@ cdef class Pushed(Item):
 
     ``own``: nothing else is in its memory, and so it may travel as it lies, and a write to it from now on until the wait is noticed.
     """
-    cdef readonly object gradient, ctx
-    cdef readonly bint own
-    cdef readonly bint written      # known after the wait
-    cdef object named
-    cdef Batch batch                # None: it has begun alone
-    cdef int64_t version
-    cdef bint waited
 
     def __init__(self, gradient, ctx, bint own, handle) -> None:
         self.gradient, self.ctx, self.own, self.begun = gradient, ctx, own, handle
@@ -210,82 +199,8 @@ cdef class Pushed(Item):
         return received if self.batch is None else self.total()
 
 
-def pushed_of(list managed) -> list:
-    """Those whose gradients are on their way."""
-    return [m for m in managed if (<Managed?>m).pushed is not None]
-
-
-def missing_of(list managed) -> list:
-    """Those that are trained, wanted and not on their way. What could not begin is not, and goes again."""
-    cdef Managed m
-    cdef list found = []
-    for m in managed:
-        if type(m.pushed) is Pushed and type((<Pushed>m.pushed).begun) is Failed:
-            m.pushed = None
-        if m.pushed is None and m.wanted and m.parameter.requires_grad:
-            found.append(m)
-    return found
-
-
-def restart(list managed, int passes) -> None:
-    """Forget backward passes that have been added up so far, and averages, whose memory may be wanted."""
-    cdef Managed m
-    for m in managed:
-        m.passes_left = passes
-        m.averaged = None
-
-
-def all_together(list managed) -> bool:
-    """Whether each of them has a gradient of its own on its way, with others on a GPU."""
-    cdef Pushed pushed
-    cdef Managed m
-    for m in managed:
-        if type(m.pushed) is not Pushed:
-            return False
-        pushed = m.pushed
-        if pushed.batch is None or type(pushed.begun) is not Handle or m.stands_in:
-            return False
-    return True
-
-
-def settle(list managed) -> list:
-    """Wait for gradients that are :func:`all_together`, and see that they are where the optimizer looks. Returns those with which something is the
-    matter, as they are: failed, written to, with other memory."""
-    cdef Pushed pushed
-    cdef Managed m
-    cdef Handle handle
-    cdef uint64_t stream = 0, by = 0
-    cdef list odd = [], done = []
-    try:
-        for m in managed:
-            pushed = m.pushed
-            gradient = pushed.gradient
-            if pushed.version == UNCOUNTED or <int64_t>gradient._version != pushed.version or place_of(gradient) != pushed.address:
-                odd.append(m)
-                continue
-            handle = pushed.begun
-            try:
-                if by == 0 or not handle.is_behind(stream, by):
-                    handle.wait()
-                    stream = handle.streams()
-                    by = handle.gpu.number_of(stream)
-                if m.parameter.grad is not gradient:
-                    m.parameter.grad = gradient
-            except Exception:
-                if not handle.has_ended():
-                    raise                   # the wait was interrupted
-                odd.append(m)               # who tries again is told again
-                continue
-            done.append(gradient)
-            m.pushed = None
-    finally:
-        mark_all_written(done)
-    return odd
-
-
 cdef class Failed:
     """The handle of a push that could not begin."""
-    cdef object failure
 
     def __init__(self, failure) -> None:
         self.failure = copy(failure)        # without a traceback: who raises it keeps alive only what is his
@@ -302,12 +217,6 @@ cdef class Failed:
 cdef class Batch:
     """What one optimizer's hooks have been given and have not begun yet. It begins when it is worth it, when backward ends or turns to another
     stream, and when somebody waits. Workers need not have the same in a batch: nobody waits here. Thread-safe."""
-    cdef public bint quick          # hooks may leave out what they check otherwise: see Exchange.accumulated
-    cdef object begin, begin_alone, worth, streams, stream
-    cdef Turn turn
-    cdef list waiting
-    cdef int device
-    cdef uint64_t nbytes, most
 
     def __cinit__(self) -> None:
         new_turn(&self.turn)
@@ -315,11 +224,12 @@ cdef class Batch:
     def __dealloc__(self) -> None:
         drop_turn(&self.turn)
 
-    def __init__(self, begin, begin_alone, worth) -> None:
+    def __init__(self, begin, begin_alone, begin_here, worth) -> None:
         """``begin``: of a list of :class:`bpsx._handle.Item`, their GPU, what gives its current stream, and the stream that made them, begins them as
-        :meth:`bpsx.session.Session.push_pull_all` does; ``begin_alone``: of a gradient and its name gives a :class:`Pushed`; ``worth``: gives how
-        many bytes are worth beginning."""
+        :meth:`bpsx.session.Session.push_pull_all` does; ``begin_alone``: of a gradient and its name gives a :class:`Pushed`; ``begin_here``: begins
+        an item on the host as :meth:`bpsx.session.Session.push_pull_known` does; ``worth``: gives how many bytes are worth beginning."""
         self.begin, self.begin_alone, self.worth = eager(begin), eager(begin_alone), eager(worth)
+        self.begin_here = begin_here
         self.waiting, self.device = [], -2
 
     def add(self, Managed managed not None, gradient) -> None:
@@ -353,8 +263,42 @@ cdef class Batch:
             end_turn(&self.turn)
         return True
 
+    cdef bint put_here(self, Managed managed, gradient, const Seen *seen) except -1:
+        """Begin to sum one on the host, at once. False: it has to go the long way, since it does not
+        lie plain, shares its memory, or is not known yet as what it is."""
+        cdef Pushed pushed
+        if seen.device_type != ON_CPU or seen.lanes != 1 or elements(seen) == 0:
+            return False
+        pushed = self.new_pushed(managed, gradient)
+        if pushed.version == UNCOUNTED or not lies_plain(pushed, seen):
+            return False
+        managed.pushed = pushed         # before anything can interrupt
+        before = set_compiler(None) if set_compiler is not None else None
+        try:
+            self.begin_here(pushed)
+        finally:
+            if set_compiler is not None:
+                set_compiler(before)
+            if pushed.begun is None:
+                managed.pushed = None
+        return managed.pushed is not None
+
+    def take(self, Managed managed not None, gradient) -> bool:
+        """Sum a parameter's dense gradient, on the GPU as :meth:`add` does. False: on the host it has to
+        go the long way, as :meth:`put_here` says."""
+        cdef Seen seen
+        if is_dense_on_gpu(gradient):
+            self.add(managed, gradient)
+            return True
+        return see(gradient, &seen) and self.put_here(managed, gradient, &seen)
+
     cdef Pushed new_pushed(self, Managed managed, gradient):
-        cdef Pushed pushed = Pushed.__new__(Pushed)
+        cdef Pushed pushed = managed.spare
+        managed.spare = None
+        if pushed is not None and pushed.batch is self and is_only_ours(pushed):
+            pushed.gradient, pushed.version, pushed.written, pushed.waited = gradient, counted(gradient), False, False
+            return pushed
+        pushed = Pushed.__new__(Pushed)
         pushed.gradient, pushed.own, pushed.batch, pushed.version = gradient, True, self, counted(gradient)
         pushed.named = managed.named
         pushed.name, pushed.priority = pushed.named.wire, pushed.named.priority
@@ -477,10 +421,10 @@ cdef class Hook:
             return
         if self.batch.quick and managed.quick and managed.pushed is None and managed.passes_left == 1:
             gradient = managed.parameter.grad
-            if gradient is not None and see_on_gpu(gradient, &seen):
+            if gradient is not None and see(gradient, &seen):
                 managed.passes_left = 0         # before anything can interrupt
                 managed.stands_in = False
-                if self.batch.put(managed, gradient, &seen):
+                if self.batch.put(managed, gradient, &seen) if is_on_gpu(&seen) else self.batch.put_here(managed, gradient, &seen):
                     return
                 managed.passes_left = 1
         exchange = self.exchange()

@@ -51,4 +51,7 @@ def batch_of(average: bool) -> Batch:
     def begin_alone(gradient: torch.Tensor, named: Named) -> Pushed:
         return push(gradient, named, average)
 
-    return Batch(begin, begin_alone, lambda: _adapter.session().devices.batch_bytes)
+    def begin_here(item: Item) -> bool:
+        return not profiled() and _adapter.session().push_pull_known(item, average)
+
+    return Batch(begin, begin_alone, begin_here, lambda: _adapter.session().devices.batch_bytes)

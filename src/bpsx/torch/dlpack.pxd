@@ -78,5 +78,16 @@ cdef inline bint is_contiguous(const Seen *seen) noexcept:
     return True
 
 
+cdef inline bint has_shape(const Seen *seen, shape):
+    """Whether ``shape`` is a tuple that says the same."""
+    cdef int32_t i
+    if type(shape) is not tuple or len(<tuple>shape) != seen.dimensions:
+        return False
+    for i in range(seen.dimensions):
+        if <int64_t>(<tuple>shape)[i] != seen.shape[i]:
+            return False
+    return True
+
+
 cdef inline tuple shape_of(const Seen *seen):
     return tuple([seen.shape[i] for i in range(seen.dimensions)])

@@ -20,7 +20,8 @@ _Class = TypeVar("_Class", bound=type)
 
 # What torch.compiler.disable is made of, by release. In a PyTorch that has other things, compiled models have to live without.
 _frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-_set_compiler: Any = getattr(_frames, "set_eval_frame", None)
+#: Gives the calling thread another compiler, or None, and returns the one it had. None: this release has no such function.
+set_compiler: Any = getattr(_frames, "set_eval_frame", None)
 
 
 def _skip(code: types.CodeType) -> bool:
@@ -38,16 +39,16 @@ def eager(function: _Function) -> _Function:
     """``function``, during which nothing is compiled on this thread; its errors show the caller's frames only."""
 
     def call(*args: Any, **more: Any) -> Any:
-        before = _set_compiler(None)
+        before = set_compiler(None)
         try:
             return function(*args, **more)
         except CUT as error:
             shorten(error)
             raise
         finally:
-            _set_compiler(before)
+            set_compiler(before)
 
-    if _set_compiler is None or not _skip(call.__code__):
+    if set_compiler is None or not _skip(call.__code__):
         return public(function)
     call._torchdynamo_disable = call.cuts = True    # type: ignore[attr-defined]
     return functools.wraps(function)(call)      # type: ignore[return-value]

@@ -13,7 +13,8 @@ import torch
 from bpsx import _adapter
 from bpsx.counting import counted
 from bpsx.errors import ConfigError, MismatchError
-from bpsx.torch._gradients import Hook, Managed, all_together, is_alone, is_dense_on_gpu, missing_of, pushed_of, restart, settle, version
+from bpsx.torch import _settling
+from bpsx.torch._gradients import Hook, Managed, is_alone, version
 from bpsx.torch.batch import Named, batch_of, push
 from bpsx.torch.compression import Compressor, NoneCompressor
 from bpsx.torch.looking import Trainer
@@ -82,6 +83,7 @@ class Exchange:
         self.choices, self._rate = choices or {}, rate
         self._batch = batch_of(average)
         self._managed: list[Managed] = []
+        self._known: set[int] = set()   # the parameters' ids
         self._startup = StartupCheck(self.owner, self._managed)
         self._session: object = None    # in which job the kinds were agreed
         self._begun = False             # backward has run since the last wait
@@ -93,12 +95,11 @@ class Exchange:
 
     def add(self, names: list[tuple[str, torch.Tensor]], attach: bool = True) -> None:
         """Take charge of parameters, each less urgent than all before it."""
-        known = {id(m.parameter) for m in self._managed}
         if self.active or self.asynchronous:
-            self.owner.claim({name: p for name, p in names if id(p) not in known})
+            self.owner.claim({name: p for name, p in names if id(p) not in self._known})
         for name, parameter in names:
-            if id(parameter) not in known:
-                known.add(id(parameter))
+            if id(parameter) not in self._known:
+                self._known.add(id(parameter))
                 named = Named(PREFIX + name, f"gradient of {name!r}", -len(self._managed))
                 self._managed.append(Managed(name, parameter, named, self._passes))
                 if self.active:
@@ -122,7 +123,7 @@ class Exchange:
         """Whether a gradient has been pushed, or was due to be, and has not been waited for."""
         if self._round is not None or self._asking is not None or self._startup.under_way:
             return True
-        return any(m.pushed is not None or m.deferred for m in self._managed)
+        return _settling.any_under_way(self._managed)
 
     @property
     def busy(self) -> bool:
@@ -141,10 +142,9 @@ class Exchange:
 
     def check_knows(self, groups: list[dict[str, Any]]) -> None:
         """Raise :class:`ConfigError` for a parameter in ``groups`` that is not exchanged: it would differ between workers."""
-        known = {id(m.parameter) for m in self._managed}
         for g, group in enumerate(groups):
             for i, parameter in enumerate(dict.__getitem__(group, "params")):
-                if id(parameter) not in known:
+                if id(parameter) not in self._known:
                     raise ConfigError(f"group {g}, index {i}, shape {tuple(parameter.shape)}: this parameter was put into the optimizer by hand, and "
                                       "its gradients would not be exchanged: use add_param_group(), or make the optimizer distributed afterwards")
 
@@ -180,7 +180,7 @@ class Exchange:
     def restart_count(self) -> None:
         """Forget backward passes that have been added up so far."""
         self._batch.quick = False
-        restart(self._managed, self._passes)
+        _settling.restart(self._managed, self._passes)
 
     def accumulated(self, managed: Managed) -> None:
         """Backward has added to a gradient. Raises :class:`GradientOrderError`."""
@@ -238,8 +238,8 @@ class Exchange:
         self.attach()
         now = self._open_round()
         self._push_missing(now)
-        ours = pushed_of(self._managed)
-        together = all_together(ours)
+        ours = _settling.pushed_of(self._managed)
+        together = _settling.all_together(ours)
         for managed in ours:
             if isinstance(managed.pushed, SparseSum):
                 self._heed(now)
@@ -247,7 +247,10 @@ class Exchange:
         if now.users is not None and together and not now.frozen:
             self._late, now.users = now.users, None
         if together and now.users is None and not discard:
-            ours = settle(ours)
+            ours = _settling.settle(ours)
+        elif not together and not discard:
+            self._heed(now)     # before anything is really waited for: see _await
+            ours = _settling.settle_here(ours)
         for managed in ours:
             self._await(self._discard if discard else self._receive, managed, now)
         self._heed(now)
@@ -275,11 +278,11 @@ class Exchange:
             return
         with suppress(Exception):       # it goes again, and is told then
             self._batch.submit()
-        missing = missing_of(self._managed)
+        missing = _settling.missing_of(self._managed)
         unsure = [m for m in missing if m.parameter.grad is None and m.name in self.choices]
         if not now.begun:
             try:
-                self._count(now, lambda m: m.pushed is not None or m.parameter.grad is not None, self._managed[0].name)
+                self._count(now, _settling.used_of(self._managed), self._managed[0].name)
             except Exception as e:
                 now.failures.append(e)
             now.failures += [self._try(self._push, m) for m in missing if m not in unsure]
@@ -293,11 +296,11 @@ class Exchange:
             self._batch.submit()
         now.pushed = True
 
-    def _count(self, now: Round, used: Callable[[Managed], bool], name: str) -> None:
-        """Begin to sum who has ``used`` what."""
+    def _count(self, now: Round, used: list[bool], name: str) -> None:
+        """Begin to sum who has ``used`` what, by parameter."""
         if now.users is None:
-            now.frozen = {id(m) for m in self._managed if m.pushed is None and not m.parameter.requires_grad}
-            now.users = Users([used(m) for m in self._managed], [id(m) not in now.frozen for m in self._managed], name)
+            now.frozen = set(map(id, _settling.frozen_of(self._managed)))
+            now.users = Users(used, [id(m) not in now.frozen for m in self._managed], name)
 
     def _await(self, receive: Callable[[Managed], None], managed: Managed, now: Round) -> None:
         """Let ``receive`` wait for a push. Before anything is really waited for, the workers have to be at one about what is pushed."""
@@ -315,6 +318,9 @@ class Exchange:
         users, now.users = now.users, None
         if failure is not None:
             now.failures.append(failure)
+            return
+        if users.agree:
+            _settling.want_all(self._managed)
             return
         for managed, count in zip(self._managed, users.counts, strict=True):
             managed.wanted = count.used > 0
@@ -435,8 +441,7 @@ class Exchange:
         elif gradient.layout is torch.sparse_coo:
             managed.sparse_dim = gradient.sparse_dim()
             gradient = parameter.grad = gradient.detach().to_dense()
-        if self._goes_together(managed) and is_dense_on_gpu(gradient):
-            self._batch.add(managed, gradient)
+        if self._goes_together(managed) and self._batch.take(managed, gradient):
             return
         chosen = self.choices.get(managed.name)
         rate = self._rate(parameter) if self._rate is not None and chosen is not None and chosen.ef == "corrected" else -1.0

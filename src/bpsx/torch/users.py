@@ -44,6 +44,11 @@ class Users:
         """Whether there is a parameter that some train and some have frozen. After :meth:`wait`."""
         return bool(self._numbers[:, 1:].all(dim=1).any())
 
+    @property
+    def agree(self) -> bool:
+        """Whether each parameter has a gradient on some worker, and none is trained by some and frozen by others. After :meth:`wait`."""
+        return bool(self._numbers[:, 0].all()) and not self.differ
+
     def wait(self) -> None:
         """Wait for the sum. May be called again. Raises what made it fail."""
         self._handle.wait()

@@ -158,7 +158,7 @@ class Averaging(Exchange):
 
         self._startup.begin()       # and waited for when all modules of this pass have begun
         try:
-            self._count(now, self._is_used, self._name)
+            self._count(now, [self._is_used(m) for m in self._managed], self._name)
         except Exception as e:
             now.failures.append(e)
         now.failures += [self._try(begin, m) for m in now.ours if m.pushed is None and id(m) not in now.aside]
