@@ -93,7 +93,7 @@ class Simulated:
 
     @staticmethod
     def _report(new: list[Any], over: list[Any] | None = None) -> dict[str, Any]:
-        return {"type": "WAITING", "new": new, "over": over or [], "busy": False, "epoch": 0, "calls": 1}
+        return {"type": "WAITING", "new": new, "over": over or [], "busy": False, "epoch": 0, "calls": 1, "last": True}
 
     def handle(self, ident: bytes, message: dict[str, Any]) -> None:
         """What the scheduler does with a message that has arrived."""

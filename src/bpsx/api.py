@@ -256,12 +256,7 @@ def session() -> Session:
     return found
 
 
-def _refused(kind: str, name: str, count: int) -> None:
-    if initialised():
-        session().refused(kind, name, count)
-
-
-counting.refused = _refused
+counting.refused = lambda *refused: session().refused(*refused) if initialised() else None
 
 
 def _local_place() -> Session | LocalPlace:

@@ -14,14 +14,14 @@ from bpsx import _adapter
 from bpsx.counting import counted
 from bpsx.errors import ConfigError, MismatchError
 from bpsx.torch import _settling
-from bpsx.torch._gradients import Hook, Managed, is_alone, version
+from bpsx.torch._gradients import Hook, Managed, version
 from bpsx.torch.batch import Named, batch_of, push
 from bpsx.torch.compression import Compressor, NoneCompressor
 from bpsx.torch.looking import Trainer
 from bpsx.torch.ops import Handle, check_tensor, mark_written, submit, summable
 from bpsx.torch.order_errors import GradientOrderError as GradientOrderError
 from bpsx.torch.order_errors import (
-    added_after_look,
+    check_not_added,
     frozen_on_some,
     interrupted,
     too_often,
@@ -189,7 +189,7 @@ class Exchange:
         if managed.pushed is not None or managed.deferred:
             raise too_often(managed, self._passes, self.owner.what)
         if self.implicit:
-            self._check_not_added(managed)
+            check_not_added(managed)
         if not self._begun:
             self._begun = True
             if not managed.parameter.is_cuda:       # those are made on threads of autograd's
@@ -496,10 +496,3 @@ class Exchange:
             raise written_to(managed)
         if managed.sparse_here:     # with the rows that are not zero
             managed.parameter.grad = gradient.detach().to_sparse(managed.sparse_dim)
-
-    def _check_not_added(self, managed: Managed) -> None:
-        """After an implicit wait the next gradients must be a new step's, not more of this one's: those the others would not have."""
-        gradient, averaged = managed.parameter.grad, managed.averaged
-        if averaged is not None and gradient is averaged[0] and averaged[1] is not None and version(gradient) == averaged[1] + 1 \
-                and is_alone(gradient):
-            raise added_after_look(managed)

@@ -1,16 +1,15 @@
-"""Texts of the errors for backward(), synchronize() and step() in an order that cannot work."""
+"""Errors for backward(), synchronize() and step() in an order that cannot work."""
 
 from __future__ import annotations
 
 from bpsx.errors import BpsxError, MismatchError
-from bpsx.torch._gradients import Managed
+from bpsx.torch._gradients import Managed, is_alone, version
 from bpsx.torch.users import Count
 
 
 class GradientOrderError(BpsxError, RuntimeError):
     """backward(), synchronize() and step() were called in an order in which gradients would be used
-    or
-    changed while under way."""
+    or changed while under way."""
 
 
 def interrupted(managed: Managed) -> GradientOrderError:
@@ -53,6 +52,16 @@ def written_to(managed: Managed) -> GradientOrderError:
         "have summed is not what backward computed: call the optimizer's synchronize() first, then "
         "change gradients, then step() inside skip_synchronize()"
     )
+
+
+def check_not_added(managed: Managed) -> None:
+    """After an implicit wait the next gradients must be a new step's, not more of this one's: those
+    the others would not have. Raises :class:`GradientOrderError`."""
+    gradient, averaged = managed.parameter.grad, managed.averaged
+    if averaged is None or gradient is not averaged[0] or averaged[1] is None:
+        return
+    if version(gradient) == averaged[1] + 1 and is_alone(gradient):
+        raise added_after_look(managed)
 
 
 def added_after_look(managed: Managed) -> GradientOrderError:
