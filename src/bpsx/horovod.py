@@ -9,12 +9,12 @@ import enum
 import numbers
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from bpsx import _adapter, api
 from bpsx.errors import ConfigError
+from bpsx.tracebacks import warn
 
 #: Where :func:`stop_timeline` copies worker 0's timeline.
 _timeline = ""
@@ -49,18 +49,16 @@ class How(NamedTuple):
         return self.op not in _ADDING
 
 
-def checked_op(verb: str, op: Any, average: Any = None, level: int = 4) -> ReduceOp:
+def checked_op(verb: str, op: Any, average: Any = None) -> ReduceOp:
     """``op``, or what the deprecated ``average`` means.
 
-    ``level``: how many frames above this one the user's call is, for the warning. Raises
-    :class:`ConfigError`.
+    Raises :class:`ConfigError`.
     """
     if average is not None:
         if op is not None:
             raise ConfigError(f"{verb}: op and average are both given; leave average out")
         _adapter.check_flag(average, "average", verb)
-        warnings.warn(f"{verb}: average is deprecated; give op=hvd.Average or op=hvd.Sum",
-                      DeprecationWarning, stacklevel=level)
+        warn(f"{verb}: average is deprecated; give op=hvd.Average or op=hvd.Sum", DeprecationWarning)
         return ReduceOp.Average if average else ReduceOp.Sum
     try:
         known = ReduceOp.Average if op is None else ReduceOp(op)

@@ -1,4 +1,4 @@
-"""Tracebacks of errors that leave bpsx: without bpsx's own frames.
+"""Tracebacks of errors that leave bpsx, without bpsx's own frames; and warnings, at the script's.
 
 An error shows the script's frames, down to the line with the call of bpsx. ``BPSX_FULL_TRACEBACKS=1`` shows all.
 Only ``__traceback__`` of the exceptions is changed, so handlers, debuggers and pytest see the same as the terminal.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ _Class = TypeVar("_Class", bound=type)
 CUT = (BpsxError, KeyboardInterrupt)
 #: Packages through which bpsx calls itself: their frames alone are no reason to show what is below a call of bpsx.
 _FRAMEWORKS = {"torch", "tensorflow", "keras", "mxnet", "numpy", "numba", "cupy"}
+_NOT_THE_SCRIPTS = _FRAMEWORKS | {"bpsx", "contextlib", "functools"}
 
 
 def shorten(error: BaseException) -> None:
@@ -67,6 +69,15 @@ def public_methods(cls: _Class) -> _Class:
             get, put, delete = functions
             setattr(cls, name, property(get, put, delete, value.__doc__))
     return cls
+
+
+def warn(text: str, kind: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the script that has led here, by however many of bpsx's and a framework's
+    frames."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and _root(frame) in _NOT_THE_SCRIPTS:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, kind, stacklevel=level)
 
 
 def _root(frame: types.FrameType) -> str:

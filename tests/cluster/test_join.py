@@ -84,7 +84,7 @@ def test_the_rest_meet_at_barriers_and_broadcast_and_hear_of_a_joined_root():
 
 
 def test_who_has_joined_cannot_push_until_all_have():
-    found = run("""
+    with Job("""
         import bpsx, numpy as np, threading
         bpsx.init()
         from bpsx.api import session
@@ -100,10 +100,15 @@ def test_who_has_joined_cannot_push_until_all_have():
             joiner.join()
         else:
             bpsx.push_pull(np.ones(1), "x")     # complete only once worker 0 has joined
+            sys.stdin.readline()
             bpsx.join()
         report(float(bpsx.push_pull(np.ones(1), "x")[0]))
-    """)
-    assert "'x': this worker has called join()" in found[0][0] and [w[-1] for w in found] == [1.0, 1.0]
+    """) as job:
+        job.workers[0].wait_for_line("has called join()")
+        job.workers[1].say("join")
+        found = job.results()
+    assert "'x': this worker has called join()" in found[0][0]
+    assert [w[-1] for w in found] == [1.0, 1.0]
 
 
 def test_a_joined_worker_is_not_blamed_for_a_stall():

@@ -442,9 +442,13 @@ def _sockets() -> dict[str, int]:
     """This process's TCP connections: send buffer by file descriptor."""
     found = {}
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as one:
-            if one.family == socket.AF_INET and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found[fd] = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        try:
+            one = socket.socket(fileno=int(fd))
+        except OSError:     # no socket, or the folder itself, which is closed by now
+            continue
+        if one.family == socket.AF_INET and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            found[fd] = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        one.detach()
     return found
 
 

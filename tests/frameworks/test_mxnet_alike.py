@@ -36,6 +36,7 @@ def test_a_scaled_loss_keeps_small_gradients_in_half_precision(tmp_path: Path) -
 
 ALONE = """
 import bpsx.mxnet as bps, mxnet as mx, numpy as np
+from bpsx import errors
 from mxnet import autograd, gluon
 bps.init()
 def trained(make, name, **more):
@@ -56,7 +57,7 @@ new.initialize()
 bps.broadcast_optimizer_state(bps.DistributedTrainer([new], "adam"))
 try:
     bps.broadcast_optimizer_state("a trainer")
-except bps.init.__globals__["errors"].ConfigError as e:
+except errors.ConfigError as e:
     print(e)
 """
 

@@ -53,6 +53,10 @@ HOOKS: dict[str, _Register] = {
 #: Those that cannot work with gloo on the CPU: they need NCCL, or read its futures' values. They are compared all the same.
 NOT_WITH_GLOO = {"bf16 of allreduce", "batched PowerSGD", "quantized", "quantized by channel"}
 
+#: PyTorch 2.11's PowerSGD asks for the current GPU where there is one, also for tensors on the CPU.
+if torch.cuda.is_available():
+    NOT_WITH_GLOO |= {"PowerSGD", "PowerSGD without feedback", "fp16 of PowerSGD"}
+
 
 def _trained(register: _Register, group: Any) -> Any:
     """The weights after some steps, or the text of what failed."""

@@ -14,7 +14,8 @@ import bpsx.torch as bps
 import bpsx.torch.horovod as hvd
 from bpsx.errors import MismatchError, PeerLostError
 
-pytestmark = pytest.mark.timeout(300)
+# PyTorch 2.11 warns of its own use when it loads a sparse tensor.
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:Sparse invariant checks")]
 STEPS, ROWS, WIDTH = 6, 12, 3
 
 

@@ -4,7 +4,6 @@ weights, where nothing has made them alike."""
 from __future__ import annotations
 
 import ctypes
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from bpsx.startup_check import (
     sample_of,
     weights_problem,
 )
+from bpsx.tracebacks import warn
 
 _CALL = "broadcast_parameters() of what module.get_params() gives, and module.set_params(),"
 
@@ -98,7 +98,7 @@ class FirstStep:
         if error or problem and self._checks == "error":
             raise MismatchError(error or problem)
         if problem:
-            warnings.warn(problem, stacklevel=2)
+            warn(problem)
 
 
 def _sample(array: Any) -> bytes:

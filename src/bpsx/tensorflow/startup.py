@@ -9,7 +9,6 @@ functions, only eager code is compared; graphs of TensorFlow 1 never are.
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,6 +30,7 @@ from bpsx.startup_check import (
 )
 from bpsx.tensorflow import xla
 from bpsx.tensorflow.names import created_before, names_of
+from bpsx.tracebacks import warn
 
 _CALL = (
     "broadcast_variables(model.variables, root_rank=0), or with Keras' fit give the callback "
@@ -85,7 +85,7 @@ class Doubt:
             return
         problem = weights_problem(rows, self._what, _CALL)
         if problem:
-            warnings.warn(problem, stacklevel=2)
+            warn(problem)
 
 
 def compared(verb: str, sources: Sequence[Any]) -> list[Doubt]:
@@ -158,7 +158,7 @@ def _compare(job: _Job, verb: str, named: Mapping[str, Any]) -> None:
     if problem and checks == "error":
         raise MismatchError(problem)
     if problem and xla.is_compiled():  # which cannot call Python
-        warnings.warn(problem, stacklevel=2)
+        warn(problem)
     elif problem:
         job.doubts.append(Doubt(what, named))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +21,7 @@ from bpsx.torch.eager import eager
 from bpsx.torch.exchange import Exchange, GradientOrderError
 from bpsx.torch.momentum import TakenOver, momentum_of
 from bpsx.torch.owner import PREFIX, generated_name, new_ordinal
-from bpsx.tracebacks import public, public_methods
+from bpsx.tracebacks import public, public_methods, warn
 
 
 @public
@@ -259,8 +258,8 @@ class _DistributedOptimizer(_Base):
         exchange = self._exchange
         if self._should_synchronize:
             if exchange.synchronized and not exchange.implicit:
-                warnings.warn("step() after synchronize() pushes all gradients again; put step() inside "
-                              "optimizer.skip_synchronize()", stacklevel=4)
+                warn("step() after synchronize() pushes all gradients again; put step() inside "
+                     "optimizer.skip_synchronize()")
             if not exchange.settled:
                 exchange.complete()
         elif exchange.under_way:
@@ -290,7 +289,7 @@ class _DistributedOptimizer(_Base):
         super().add_param_group(param_group)
         group = len(self.param_groups) - 1
         if self._exchange.choices:
-            warnings.warn("the gradients of a group that is added to an optimizer with compression_params are not compressed", stacklevel=2)
+            warn("the gradients of a group that is added to an optimizer with compression_params are not compressed")
         exchange = self._exchange
         params = enumerate(self.param_groups[group]["params"])
         exchange.add([(exchange.added_name(group, i), p) for i, p in params])
@@ -318,12 +317,12 @@ class _DistributedOptimizer(_Base):
         if not exchange.choices or not exchange.active:
             return {}
         if not _adapter.initialised():
-            warnings.warn("after shutdown() an optimizer's state_dict() has nothing of what compression keeps: take it before", stacklevel=3)
+            warn("after shutdown() an optimizer's state_dict() has nothing of what compression keeps: take it before")
             return {}
         exchange.look()
         if exchange.under_way:
-            warnings.warn("state_dict() in a signal handler, a backward pass or another thread, while "
-                          "gradients are under way, has nothing of what compression keeps", stacklevel=3)
+            warn("state_dict() in a signal handler, a backward pass or another thread, while "
+                 "gradients are under way, has nothing of what compression keeps")
             return {}
         return {name: PREFIX + name for name in exchange.choices}
 

@@ -6,7 +6,6 @@ PyTorch calls a process group in several spellings, by release and from C++ or P
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -22,6 +21,7 @@ from bpsx.torch.eager import eager_methods
 from bpsx.torch.profiling import profiled, recorded
 from bpsx.torch.rendezvous import init, init_as
 from bpsx.torch.work import Collective, Waiting, Work
+from bpsx.tracebacks import warn
 
 NAME = "bpsx"
 
@@ -283,7 +283,7 @@ def create(options: Any, _: Any) -> ProcessGroup:
         refused = (f"ranks {ranks} are not all {ours.size} workers in their order, and a sum over bpsx takes all of them; for such a group use "
                    "torch.distributed.new_group(…, backend=\"gloo\")")
         # Now an exception would reach members only, and the others may wait for them in new_group.
-        warnings.warn(f"backend \"bpsx\": this group's collectives will be refused: {refused}", stacklevel=4)
+        warn(f"backend \"bpsx\": this group's collectives will be refused: {refused}")
     return ProcessGroup(str(options.group_id), rank, size, options.timeout, refused, options.store)
 
 

@@ -3,7 +3,6 @@ the same weights."""
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from bpsx.torch._gradients import Managed
 from bpsx.torch.ops import Handle, submit
 from bpsx.torch.owner import ExchangeOwner
 from bpsx.torch.under_way import ended
+from bpsx.tracebacks import warn
 
 _CALL = "broadcast_parameters(model.state_dict(), root_rank=0)"
 #: Types whose elements are this worker's own copy of a whole parameter; a sharded one's are not.
@@ -161,7 +161,7 @@ class StartupCheck:
         if how == "error":
             self._found.append(MismatchError(problem))
         else:
-            warnings.warn(problem, stacklevel=2)
+            warn(problem)
 
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:

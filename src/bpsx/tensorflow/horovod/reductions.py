@@ -27,13 +27,11 @@ from bpsx.tensorflow.sparse import sum_of_slices
 
 #: Those that no server does: every worker gathers, and computes in the order of ranks.
 _HERE = {ReduceOp.Min: tf.minimum, ReduceOp.Max: tf.maximum, ReduceOp.Product: tf.multiply}
-#: The user's call, seen from checked_op(): two frames of @verb and TensorFlow's own are between.
-_LEVEL = 6
 
 
 def _how(name: str, op: Any, average: Any, prescale: Any, postscale: Any, process_set: Any) -> How:
     check_process_set(process_set)
-    kind = checked_op(name, op, average, _LEVEL)
+    kind = checked_op(name, op, average)
     return horovod.how_to(name, kind, prescale, postscale, "bpsx.tensorflow.push_pull")
 
 
@@ -231,4 +229,4 @@ def handle_average_backwards_compatibility(op: Any, average: Any) -> ReduceOp:
 
     Raises :class:`~bpsx.errors.ConfigError` for both at once.
     """
-    return checked_op("handle_average_backwards_compatibility", op, average, 3)
+    return checked_op("handle_average_backwards_compatibility", op, average)
