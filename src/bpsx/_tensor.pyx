@@ -8,7 +8,7 @@ from bpsx.core.header cimport MAX_CODEC_BYTES, MAX_NAME_BYTES
 from bpsx.core.packed cimport server_state_bytes, state_of
 from bpsx.core.partition cimport MAX_STAGES
 from bpsx.core.parts cimport free_parts, give_gpu, make_parts, take_coders, take_gpu
-from bpsx.core.stage cimport COPYH2D
+from bpsx.core.stage cimport COPYH2D, DECOMPRESS
 from bpsx.core.status cimport DONE
 from bpsx.core.sync cimport now_ns
 
@@ -70,7 +70,8 @@ cdef class Tensor:
         for i in range(len(on_gpu)):
             self.c.on_gpu[i] = on_gpu[i]
         self.c.stages = &self.c.on_host[0]
-        self.c.last_stream = UP if on_gpu.endswith(bytes([COPYH2D])) else BETWEEN
+        # Where the host decodes, DECOMPRESS behind COPYH2D does nothing; see code_on().
+        self.c.last_stream = UP if on_gpu.rstrip(bytes([DECOMPRESS])).endswith(bytes([COPYH2D])) else BETWEEN
         self.nbytes = make_parts(&self.c, parts, self.made)
 
     def __dealloc__(self):
@@ -97,6 +98,7 @@ cdef class Tensor:
         cdef size_t i
         self.put_on(gpu)
         self.coders = coders
+        self.c.last_stream = BETWEEN        # where kernels decode, or processes spread the result
         for i in range(self.c.n_parts):
             coders[i].store(<uintptr_t>self.c.parts[i].packed.residual, <uintptr_t>self.c.parts[i].packed.momentum,
                             <uintptr_t>&self.c.parts[i].packed.state)

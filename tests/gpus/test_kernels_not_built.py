@@ -58,7 +58,9 @@ WORKER = """
 
 def outcome(pretend: Path, where: str, hows: tuple[str, str], cases: int) -> tuple[list[list[object]], list[list[str]]]:
     """What both workers reported, and the warnings of each."""
-    env = {"NUMBA_ENABLE_CUDASIM": "1", "BYTEPS_MIN_COMPRESS_BYTES": "100", "WHERE": where, "CASES": cases}
+    # What is queued takes its time: who does not wait for the result's copy reads the gradient.
+    env = {"NUMBA_ENABLE_CUDASIM": "1", "BYTEPS_MIN_COMPRESS_BYTES": "100", "WHERE": where, "CASES": cases,
+           "PRETEND_DELAY_US": "5000"}
     source = (BREAK if where == "gpu" else "") + WORKER
     with gpu_job(source, pretend, 2, 1, 1, env=env, worker_env={i: {"HOW": how} for i, how in enumerate(hows)}) as job:
         found = job.results()
