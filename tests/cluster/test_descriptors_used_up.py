@@ -15,7 +15,7 @@ WORKER = """
     input()
     for dtype in ("float16", "float64", "uint8", "int8", "int32", "int64", ml_dtypes.bfloat16):
         report(float(bpsx.push_pull(np.ones(3, dtype), np.dtype(dtype).name, average=False)[2]))
-    for name, own in (("onebit", {"scaling": True}), ("randomk", {"k": 3})):
+    for name, own in (("onebit", {"scaling": True}), ("randomk", {"k": 3}), ("topk", {"k": 3}), ("dithering", {"k": 2})):
         bpsx.declare(name, compression={"compressor": name, "ef": "vanilla", **own})
         report(float(bpsx.push_pull(np.ones(3, "float64"), name, average=False)[2]))
     bpsx.shutdown()
@@ -33,4 +33,4 @@ def test_the_first_of_every_kind_comes_when_no_descriptor_is_left(tmp_path: Path
         resource.prlimit(server, resource.RLIMIT_NOFILE, (free, resource.prlimit(server, resource.RLIMIT_NOFILE)[1]))
         for worker in job.workers:
             worker.say("")
-        assert job.results() == [[2.0] * 10] * 2
+        assert job.results() == [[2.0] * 12] * 2
