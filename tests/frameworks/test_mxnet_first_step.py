@@ -97,3 +97,33 @@ def test_weights_that_differ_before_the_first_step(option: str) -> None:
                 text, = [error] if option == "error" else heard
                 assert "worker 1 has other weights than worker 0 before the first step" in text
                 assert "broadcast_parameters() of what module.get_params() gives" in text
+
+
+_LOOP = _MODULE.partition("for devices in")[0] + """
+from bpsx.mxnet import _pushes
+
+def steps(read):
+    made, batches = module(1 + rank, devices=2)
+    optimizer = bps.DistributedOptimizer(mx.optimizer.create("sgd", learning_rate=0.1))
+    made.init_optimizer(kvstore="local", optimizer=optimizer)
+    batch = batches.next()
+    for _ in range(4):
+        made.forward_backward(batch)
+        made.update()
+        _pushes.wait(60)        # until bpsx knows all that the engine has left out
+    return made.get_outputs()[0].asnumpy().tolist() if read else None
+"""
+
+
+def test_an_error_in_an_updater_is_raised_in_any_later_step() -> None:
+    """Where MXNet's C library calls the updater, which raises in vain. Nothing that bpsx asks the
+    engine takes the error away from the script, which reads an output in the fourth step only."""
+    for said in run(_LOOP + "report(tried(steps, True))", env={"BPSX_CHECK_WEIGHTS": "error"}):
+        assert isinstance(said[0], str) and "other weights than worker 0" in said[0]
+
+
+def test_an_error_in_an_updater_that_nobody_waits_for_is_no_success() -> None:
+    with Job(_LOOP + "steps(False)", workers=2, servers=1, env={"BPSX_CHECK_WEIGHTS": "error"}) as job:
+        for worker in job.workers:
+            assert worker.wait() == 1, worker.text()
+            assert "exit status 1, because an exchange has failed" in worker.text()

@@ -35,9 +35,9 @@ def raise_after_fork(kind: type[BaseException]) -> None:
     """For what is called before a fork, whose exceptions Python would print and forget: raise it in the calling thread when that has forked."""
 
 class Refused(Plan):
-    """What fails with ``error`` in place of an exchange."""
+    """What fails with ``error`` in place of an exchange; ``again``: the same array has met one in this job before."""
 
-    def __init__(self, error: Exception) -> None: ...
+    def __init__(self, error: Exception, again: bool) -> None: ...
 
 def push(array: int, turn: int, plan: Plan, rate: float, priority: int) -> None:
     """Have the engine do what ``plan`` asks for to the NDArray whose handle is ``array``, when what writes to it before has been done.

@@ -53,6 +53,7 @@ cdef struct Push:
     Error error
     bint failed
     bint skipped                # the engine has not executed it: what makes its array has failed
+    bint again                  # its array is among those that have failed already
     Turn *turn
     int64_t number              # among those of its name
     Push *next_early
@@ -142,6 +143,7 @@ def push(uintptr_t array, uintptr_t turn, Plan plan not None, double rate, int p
     ticket.push, made.turn = made, <Turn *>turn
     Py_INCREF(plan)
     made.call.held, made.call.rate = <void *>plan, rate
+    made.again = isinstance(plan, Refused) and (<Refused>plan).again
     context.kind, context.index = CPU, 0
     with nogil:
         status = api.copy(<void *>array, &made.array)
@@ -283,10 +285,12 @@ os.register_at_fork(after_in_child=_forked, after_in_parent=_raise_interrupted)
 
 cdef class Refused(Plan):
     cdef object error
+    cdef bint again
 
-    def __init__(self, error):
+    def __init__(self, error, bint again):
+        """``again``: an operation on the same array has been refused before, in this job."""
         Plan.__init__(self, ["refused"], [0], False, -1, {})
-        self.error = error
+        self.error, self.again = error, again
 
 
 cdef object plan_of(Call *call):
@@ -415,7 +419,7 @@ cdef void fail(Call *call, int code, const char *text) noexcept nogil:
     lock(&pushed.monitor)
     if call.failed == 0:
         leave_gap(made)
-    if made.array != NULL and pushed.n_failed < KEPT and api.copy(made.array, &pushed.failed[pushed.n_failed]) == 0:
+    if made.array != NULL and not made.again and pushed.n_failed < KEPT and api.copy(made.array, &pushed.failed[pushed.n_failed]) == 0:
         pushed.n_failed += 1
     unlock(&pushed.monitor)
 

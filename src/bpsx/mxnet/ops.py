@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import mxnet as mx
@@ -35,8 +35,10 @@ _KEYS = {
 _CHOICES = {"dithering_partition": ("linear", "natural"), "dithering_normalize": ("max", "l2")}
 #: By name: what keeps the order of its operations, and what a thread holds while it adds one.
 _turns: dict[str, tuple[int, threading.Lock]] = {}
-#: By session: what has made the engine leave out an exchange.
-_causes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+#: By session: what has made the engine leave out an exchange; None: nobody has asked the engine yet.
+_causes: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
+#: Labels of arrays that :func:`refuse` has got in this job.
+_refused: set[str] = set()
 _lock = threading.Lock()
 #: Whether an exception of ours has said that exchanges of this job fail.
 told = threading.Event()
@@ -84,7 +86,8 @@ def _check_job() -> None:
         if session not in _causes:
             end_job()
             _pushes.begin_job()
-            _causes[session] = ""
+            _refused.clear()
+            _causes[session] = None
     if session.failure:
         told.set()
         raise PeerLostError(session.failure)
@@ -103,8 +106,10 @@ def end_job() -> None:
 
 def _left_out(session: Any) -> str:
     with _lock:
-        if said := _pushes.why():       # only once: what the engine has told is over for it
-            _causes[session] = in_short(said)
+        # Only once: for the engine an error is over once it has told it, and those of later steps
+        # are for whoever waits for their arrays.
+        if _causes[session] is None:
+            _causes[session] = in_short(_pushes.why())
     return (f"an earlier exchange was left out by MXNet's engine, because what computes its array has failed "
             f"({_causes[session] or 'an MXNetError said why'}): from then on this worker's gradients would be added to those of other steps of the "
             "others. End this worker")
@@ -130,12 +135,19 @@ def submit(array: Any, name: str, *, average: bool = False, root: int = -1, prio
             here.copyto(array)
 
 
-def refuse(arrays: Sequence[Any], error: Exception) -> None:
-    """Have ``error`` raised where ``arrays``, or what is computed from them, are waited for: for what Python would print and forget."""
+def refuse(arrays: Mapping[str, Any], error: Exception) -> None:
+    """Have ``error`` raised where ``arrays``, or what is computed from them, are waited for: for what
+    Python would print and forget. Until then nobody has been told of it.
+
+    ``arrays``: by what tells them apart in a job.
+    """
+    told.clear()
     turn, adding = _turn("Refused")
-    for array in arrays:
+    for label, array in arrays.items():
         with adding:
-            _pushes.push(array.handle.value, turn, _pushes.Refused(error), -1.0, 0)
+            again = label in _refused
+            _pushes.push(array.handle.value, turn, _pushes.Refused(error, again), -1.0, 0)
+            _refused.add(label)
 
 
 def overwrite(copies: Sequence[Any], name: str, *, root: int = -1, priority: int = 0, rate: float = -1.0) -> None:

@@ -72,7 +72,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         except Exception as e:
             if not _is_called_by_kvstore():
                 raise
-            refuse(weights, e)
+            refuse({f"{i}{self._suffix}": w for i, w in zip(indices, weights)}, e)
 
     def _exchange(self, indices: Sequence[Any], weights: Sequence[Any], grads: Sequence[Any], update: Callable[[], Any]) -> None:
         if _adapter.session().config.asynchronous:
