@@ -4,7 +4,6 @@ what does not belong together."""
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import weakref
 from collections import Counter
@@ -12,14 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bpsx.errors import ConfigError
+from bpsx.tracebacks import script_frame
 
 # Re-entrant: the garbage collection, which may run in here, releases names.
 _lock = threading.RLock()
 _owners: dict[str, weakref.ref[Owner]] = {}
 _ordinals: Counter[str] = Counter()  # how many owners of each kind have been numbered in _session
 _session: weakref.ref[Any] | None = None
-#: Packages whose frames are not the user's.
-_LIBRARIES = ("bpsx", "torch", "tensorflow", "keras", "mxnet")
 
 
 class Owner:
@@ -127,10 +125,8 @@ def is_owned(name: str) -> bool:
 
 
 def _place() -> str:
-    """File and line of the user's code that is running; empty if there is none."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
-            return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    """File and line of the script that is running; empty if there is none."""
+    frame, _ = script_frame()
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"

@@ -71,13 +71,20 @@ def public_methods(cls: _Class) -> _Class:
     return cls
 
 
-def warn(text: str, kind: type[Warning] = UserWarning) -> None:
-    """Warn at the line of the script that has led here, by however many of bpsx's and a framework's
-    frames."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and _root(frame) in _NOT_THE_SCRIPTS:
+def script_frame() -> tuple[types.FrameType | None, int]:
+    """The script's frame that has led here, past however many of bpsx's and a framework's, or None;
+    and how many frames are between it, or the outermost one, and the caller of this function."""
+    level, frame = 0, sys._getframe(1)
+    while _root(frame) in _NOT_THE_SCRIPTS:
+        if frame.f_back is None:
+            return None, level
         level, frame = level + 1, frame.f_back
-    warnings.warn(text, kind, stacklevel=level)
+    return frame, level
+
+
+def warn(text: str, kind: type[Warning] = UserWarning) -> None:
+    """Warn at the script's line."""
+    warnings.warn(text, kind, stacklevel=script_frame()[1] + 1)
 
 
 def _root(frame: types.FrameType) -> str:
