@@ -5,7 +5,7 @@ from posix.unistd cimport close as close_descriptor
 
 from bpsx.core.sync cimport Monitor, atomic_load, atomic_store, lock, unlock
 from bpsx.transports.abi cimport done_fn
-from bpsx.transports.peers cimport Losses, Peers, add_loss, room_for_peer
+from bpsx.transports.peers cimport Losses, Peers, add_loss, free_aligned, room_for_peer
 
 cdef extern from *:
     """
@@ -127,7 +127,7 @@ cdef inline void let_go(Connection *c) noexcept nogil:
         o, c.first = c.first, c.first.next
         end_outgoing(o)
     c.last = NULL
-    free(c.block)
+    free_aligned(c.block)
     c.block = NULL
 
 

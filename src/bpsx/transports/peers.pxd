@@ -11,10 +11,23 @@ cdef extern from "<unistd.h>" nogil:
 
 cdef extern from *:
     """
+    #include <stdint.h>
     #include <stdlib.h>
-    static inline void *bpsx_aligned(size_t size) { void *p = NULL; return posix_memalign(&p, 64, size ? size : 1) ? NULL : p; }
+    static inline void *bpsx_aligned(size_t size) {
+        char *got = malloc(size + 64), *at;
+        if (got == NULL)
+            return NULL;
+        at = (char *)(((uintptr_t)got + 64) & ~(uintptr_t)63);
+        ((void **)at)[-1] = got;
+        return at;
+    }
+    static inline void bpsx_free_aligned(void *at) {
+        if (at != NULL)
+            free(((void **)at)[-1]);
+    }
     """
-    void *aligned "bpsx_aligned"(size_t size) nogil     # where sums can be made; for free()
+    void *aligned "bpsx_aligned"(size_t size) nogil     # where sums can be made
+    void free_aligned "bpsx_free_aligned"(void *at) nogil
 
 cdef struct Peers:              # connections by number
     void **at

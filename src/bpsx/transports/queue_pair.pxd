@@ -9,7 +9,7 @@ from libc.stdlib cimport free
 
 from bpsx.core.sync cimport Monitor, atomic_load, atomic_store, lock, unlock
 from bpsx.transports.abi cimport Landing, Message, done_fn
-from bpsx.transports.peers cimport Losses, Peers, add_loss, write
+from bpsx.transports.peers cimport Losses, Peers, add_loss, free_aligned, write
 from bpsx.transports.registered cimport Registered
 from bpsx.transports.units cimport Units, give_units
 from bpsx.transports.verbs cimport ibv_comp_channel, ibv_cq, ibv_qp, ibv_wc, reset
@@ -239,7 +239,7 @@ cdef inline void let_go(Connection *c) noexcept nogil:
         tell_done(o)
         free(o)
     c.last = NULL
-    free(c.block)
+    free_aligned(c.block)
     c.block = NULL
 
 

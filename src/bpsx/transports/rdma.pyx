@@ -25,7 +25,7 @@ from bpsx.transports.connection cimport EPOLL_CTL_ADD, EPOLLIN, epoll_set
 from bpsx.transports.driven cimport from_one, is_busy, look, see_to, take_new
 from bpsx.transports.gated cimport GatedEndpoint
 from bpsx.transports.hca cimport Adapter, Memory, Pair
-from bpsx.transports.peers cimport add_loss, forget_peers, ring, take_losses
+from bpsx.transports.peers cimport add_loss, forget_peers, free_aligned, ring, take_losses
 from bpsx.transports.queue_pair cimport SMALL, TOKENS, Connection, Outgoing, State, let_go, lose, return_token, tell_done, wake_up
 from bpsx.transports.registered cimport Range, find_range, forget_registered, register_lent
 from bpsx.transports.units cimport units_free, units_init
@@ -128,7 +128,7 @@ cdef int rdma_receive(void *self, Message *m) noexcept nogil:
 
 cdef void rdma_release(void *self, Message *m) noexcept nogil:
     if m.opaque[1]:
-        free(<void *>m.opaque[1])
+        free_aligned(<void *>m.opaque[1])
     else:
         return_token(<Connection *>m.opaque[2], <uint32_t>m.opaque[0], m.head_size + m.body_size)
 

@@ -20,7 +20,7 @@ from posix.unistd cimport getpid
 
 from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, unlock
 from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
-from bpsx.transports.peers cimport forget_peers
+from bpsx.transports.peers cimport forget_peers, free_aligned
 from bpsx.transports.neighbour cimport (
     Link, State, drop_link, notice, put, return_token, set_up, slot_bytes, take_entry, take_new, wake_up,
 )
@@ -83,7 +83,7 @@ cdef void shared_release(void *self, Message *m) noexcept nogil:
     if m.wrapper == 0:
         s.inner.release(s.inner.self, m)
     elif m.opaque[1]:
-        free(<void *>m.opaque[1])
+        free_aligned(<void *>m.opaque[1])
     else:
         return_token(<Link *>m.wrapper, <uint32_t>m.opaque[0])
 

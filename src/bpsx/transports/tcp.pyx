@@ -22,7 +22,7 @@ from bpsx.transports.connection cimport (
 )
 from bpsx.transports.gated cimport GatedEndpoint
 from bpsx.transports.incoming cimport next_message
-from bpsx.transports.peers cimport add_loss, forget_peers, read, write
+from bpsx.transports.peers cimport add_loss, forget_peers, free_aligned, read, write
 from bpsx.transports.outgoing cimport flush, keep, put_rest, send_pieces, size_of, tell_when_writable
 
 from bpsx.errors import TransportError
@@ -116,7 +116,7 @@ cdef int tcp_receive(void *self, Message *m) noexcept nogil:
 
 
 cdef void tcp_release(void *self, Message *m) noexcept nogil:
-    free(<void *>m.opaque[0])
+    free_aligned(<void *>m.opaque[0])
 
 
 cdef void tcp_wait(void *self, int timeout_ms) noexcept nogil:
