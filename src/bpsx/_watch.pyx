@@ -8,6 +8,7 @@ from libc.stdint cimport int64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport strncpy
 
+from bpsx.core.slab cimport drop_records
 from bpsx.core.sync cimport atomic_load, atomic_store, now_ns
 from bpsx.core.watch cimport BLOCK_RECORDS, LIVE, STAGE_NAME_BYTES, STAGE_NAMES, WINDOW, Block, Late, Named, Record, Watch
 
@@ -123,14 +124,9 @@ cdef class Watcher:
     def __dealloc__(self):
         cdef Block *b = self.c.head
         cdef Block *following
-        cdef Named *n = <Named *>self.c.named
-        cdef Named *older
         while b != NULL:
             following = <Block *>b.next
             free(b)
             b = following
-        while n != NULL:
-            older = n.next
-            free(n)
-            n = older
+        drop_records(&self.c.slabs)
         free(self.c.late)

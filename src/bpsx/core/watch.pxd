@@ -7,6 +7,7 @@
 from libc.stdint cimport int16_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport malloc
 
+from bpsx.core.slab cimport Slabs
 from bpsx.core.sync cimport atomic_load, atomic_store
 
 cdef enum:
@@ -84,6 +85,7 @@ cdef struct Watch:
     int64_t open_rounds
     int64_t waited_ns           # from a round's first push to its last
     int64_t named               # Named *, published atomically
+    Slabs slabs                 # where they are; their writer's
     Late *late                  # by rank
     uint32_t n_late
 

@@ -8,6 +8,7 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
 from bpsx.core.header cimport ASYNC, BROADCAST, NONCE_BYTES, PING, PUSH, REGISTER, STATE, Header, next_record
+from bpsx.core.slab cimport drop_records
 from bpsx.core.status cimport E_COMPRESSOR, E_LEFT, E_MEMORY, E_PROTOCOL
 from bpsx.core.sync cimport atomic_load, atomic_store, now_ns, yield_cpu
 from bpsx.core.watch cimport Watch, watched
@@ -456,6 +457,7 @@ cdef class Lane:
                 drop_held(&self.c, self.c.entries[i])
                 let_go(&self.c, self.c.entries[i].first)
                 entry_free(self.c.entries[i])
+        drop_records(&self.c.slabs)
         if self.c.outs != NULL:
             for i in range(self.c.workers):
                 free(self.c.outs[i].frame)

@@ -88,7 +88,7 @@ cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil
         return -1
     if h.cookie % k.itemsize or not grow(lane, h.slot):
         return -1
-    lane.entries[h.slot] = entry_new(h.key, h.cookie, h.dtype, k, lane.workers)
+    lane.entries[h.slot] = entry_new(&lane.slabs, h.key, h.cookie, h.dtype, k, lane.workers)
     if lane.entries[h.slot] == NULL:
         return -1
     if codec_bytes and not make_packed(lane, lane.entries[h.slot], name, h.length, codec_bytes):

@@ -2,6 +2,7 @@
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
+from bpsx.core.slab cimport Slabs
 from bpsx.core.watch cimport Watch
 from bpsx.kernels.abi cimport Kernels
 from bpsx.server.store cimport Entry
@@ -36,6 +37,7 @@ cdef struct Lane:
     uint64_t scratch_bytes
     int64_t spin_ns
     Entry **entries             # by slot
+    Slabs slabs                 # where they are
     uint32_t n_entries
     Out *outs                   # by rank
     Kernels kernels[N_DTYPES]   # by dtype code; add is NULL until loaded

@@ -1,9 +1,9 @@
 # What a lane writes into its Watch. Called by the lane's thread, and only where there is a Watch.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport malloc
 from libc.string cimport memcpy
 
 from bpsx.core.header cimport Header
+from bpsx.core.slab cimport take_record
 from bpsx.core.sync cimport atomic_load, atomic_store, now_ns
 from bpsx.core.watch cimport (
     RECEIVE, ROUND, SEND, SUM, Named, Watch, dtype_name, put, recording, say, say_values, wants_values, watched,
@@ -25,7 +25,7 @@ cdef inline void note_message(Watch *w, Message *m) noexcept nogil:
 
 cdef inline void note_key(Watch *w, Header *h, const char *name) noexcept nogil:
     """A key has been announced for the first time. Without memory its name stays unknown, and nothing else happens."""
-    cdef Named *n = <Named *>malloc(sizeof(Named) + h.length)
+    cdef Named *n = <Named *>take_record(&w.slabs, sizeof(Named) + h.length)
     if n == NULL:
         return
     n.next = <Named *>atomic_load(&w.named)

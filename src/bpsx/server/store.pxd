@@ -6,11 +6,12 @@
 # Rounds are counted per worker: each push says the how many-th of its sender for this key it is. The counts part where somebody has
 # taken part in fewer rounds (join) and where nobody waits for anybody (asynchronous training).
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 from bpsx.core.header cimport ASYNC, BROADCAST, DISAGREED, PACKED, Header
 from bpsx.core.packed cimport Packed, most_bytes, packed_free
+from bpsx.core.slab cimport Slabs, take_record
 from bpsx.core.status cimport E_JOINED, E_MISMATCH
 from bpsx.kernels.abi cimport Kernels, accumulate, shift_for, wants_wide
 from bpsx.transports.abi cimport Landing, Message
@@ -71,14 +72,14 @@ cdef struct Entry:
     uint8_t recorded            # the recordings that the round belongs to
 
 
-cdef inline Entry *entry_new(uint64_t key, uint64_t nbytes, uint8_t dtype, Kernels *kernels, uint32_t workers) noexcept nogil:
-    cdef Entry *e = <Entry *>calloc(1, sizeof(Entry))
+cdef inline Entry *entry_new(
+    Slabs *slabs, uint64_t key, uint64_t nbytes, uint8_t dtype, Kernels *kernels, uint32_t workers,
+) noexcept nogil:
+    """Entry with its shares, which lives as long as `slabs`; NULL when there is no memory."""
+    cdef Entry *e = <Entry *>take_record(slabs, sizeof(Entry) + workers * sizeof(Share))
     if e == NULL:
         return NULL
-    e.shares = <Share *>calloc(workers, sizeof(Share))
-    if e.shares == NULL:
-        free(e)
-        return NULL
+    e.shares = <Share *>(e + 1)
     e.key = key
     e.nbytes = nbytes
     e.dtype = dtype
@@ -100,11 +101,10 @@ cdef inline void free_round(Entry *e) noexcept nogil:
 
 
 cdef inline void entry_free(Entry *e) noexcept nogil:
+    """Free all that the entry refers to. Its own memory is the slabs'."""
     free_round(e)
-    free(e.shares)
     free(e.value)
     packed_free(e.packed)
-    free(e)
 
 
 cdef inline void open_next_round(Entry *e, uint32_t workers) noexcept nogil:
