@@ -14,7 +14,8 @@ cdef extern from *:
     #include <stdint.h>
     #include <stdlib.h>
     static inline void *bpsx_aligned(size_t size) {
-        char *got = malloc(size + 64), *at;
+        /* Not posix_memalign: it asks for more than it returns, so the place of a freed block never holds an equal one. */
+        char *got = size < PTRDIFF_MAX - 64 ? malloc(size + 64) : NULL, *at;
         if (got == NULL)
             return NULL;
         at = (char *)(((uintptr_t)got + 64) & ~(uintptr_t)63);
@@ -26,7 +27,7 @@ cdef extern from *:
             free(((void **)at)[-1]);
     }
     """
-    void *aligned "bpsx_aligned"(size_t size) nogil     # where sums can be made
+    void *aligned "bpsx_aligned"(size_t size) nogil     # where sums can be made; for free_aligned()
     void free_aligned "bpsx_free_aligned"(void *at) nogil
 
 cdef struct Peers:              # connections by number
