@@ -102,6 +102,15 @@ def test_an_interrupted_scheduler_tells_everybody(state):
     assert m.state == "failed" and "SIGTERM" in m.failure
 
 
+def test_who_comes_too_late_hears_why_the_job_has_failed():
+    m = members()
+    m.hello(b"w0", hello("worker", 0))
+    m.abort("the scheduler was ended by SIGTERM")
+    (_, refused), = m.hello(b"w1", hello("worker", 1))
+    assert refused["type"] == "REFUSED" and refused["over"]
+    assert refused["reason"] == f"the job has failed: {m.failure}" and "SIGTERM" in m.failure
+
+
 def test_long_lists_are_cut():
     assert names(["a"] * 3) == "a, a, a" and names([str(i) for i in range(11)]) == "0, 1, 2, 3, 4, 5, 6, 7 and 3 more" and names([]) == ""
 

@@ -130,8 +130,10 @@ class Membership:
             return f"role {m['role']!r}: allowed are worker and server"
         if self.num_worker * int(m["config"]["BYTEPS_LOCAL_SIZE"]) > MOST_WORKERS:
             return f"{self.num_worker} x {m['config']['BYTEPS_LOCAL_SIZE']} workers; at most {MOST_WORKERS} are possible"
+        if self.state == "failed":
+            return f"the job has failed: {self.failure}"
         if self.state != "waiting":
-            return f"the job is {self.state} and complete"
+            return f"the job is {self.state}, and has all its nodes"
         for name, ours in (("DMLC_NUM_WORKER", self.num_worker), ("DMLC_NUM_SERVER", self.num_server)):
             if name == "DMLC_NUM_SERVER" and m["config"].get(name) == 0 and ours and m["role"] == "worker":
                 return (f"the processes of a single machine need no servers: set DMLC_NUM_SERVER=0 for the scheduler, which has {ours}, "
