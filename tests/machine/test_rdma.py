@@ -14,7 +14,7 @@ import pytest
 from machine.emulated import Finished, MachineError, NoPackages, compiling, run, why_not
 
 _WHY_NOT = why_not()
-pytestmark = [pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT), pytest.mark.timeout(1600)]
 _SUITES = ["tests/conformance/test_transports.py", "tests/conformance/test_lent_memory.py", "tests/cluster/test_rdma.py",
            "tests/gpus/test_rdma_on_gpus.py"]
 
@@ -30,7 +30,7 @@ make(compression({"compressor": "onebit", "ef": "vanilla"}), "float32", 4096, 0,
 """
 
 
-def in_machine(*words: str, timeout: float = 840, device: bool = True, environment: Mapping[str, str] | None = None) -> Finished:
+def in_machine(*words: str, timeout: float = 1500, device: bool = True, environment: Mapping[str, str] | None = None) -> Finished:
     """What came of a Python command there."""
     try:
         return run(shlex.join([sys.executable, *words]), timeout=timeout, device=device, memory_mb=4096, environment=environment)
