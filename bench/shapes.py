@@ -11,6 +11,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+#: Elements of each tensor of ``bench torch``'s network of small tensors.
+SMALL_ELEMENTS = 4
+
 
 class Layer(NamedTuple):
     """``shapes`` by parameter's name; the first is the weight, outputs first. ``rows``: of one sample; 0: looked up or done element by element."""

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from bench import network, peers
 from bench.jobs import Child, Job, ask_all, processor_seconds, progress
 from bench.report import BenchError, Case, median_case
-from bench.torch_models import SMALL_ELEMENTS
+from bench.shapes import SMALL_ELEMENTS
 
 WORKERS = 2
 MODELS = ("mlp", "gpt")

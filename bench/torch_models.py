@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from bench.shapes import SMALL_ELEMENTS
 from examples.pytorch.models import GPT, perceptron
 
 _SEQUENCE, _VOCABULARY = 64, 512
-SMALL_ELEMENTS = 4
 
 
 class Workload(NamedTuple):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -101,3 +103,17 @@ def test_the_kernel_knows_this_process(machine: ModuleType) -> None:
     assert machine.rss_bytes(os.getpid()) > 1 << 20
     with pytest.raises(OSError):
         machine.rss_bytes(2**22 + 1)
+
+
+def test_benchmarks_are_listed_without_any_framework() -> None:
+    """All modules of benchmarks are loaded to list them, or to run one."""
+    script = (
+        "import sys\n"
+        "sys.modules |= dict.fromkeys(('torch', 'tensorflow', 'mxnet'))\n"
+        "from bench.__main__ import main\n"
+        "sys.exit(main([]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True,
+                          timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert {"push_pull", "torch", "tensorflow"} <= {x.split()[0] for x in done.stdout.splitlines()}
