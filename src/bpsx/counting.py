@@ -67,6 +67,29 @@ def counted(
     return decorate
 
 
+def counted_together(*beginnings: str) -> Callable[[_Function], _Function]:
+    """Decorate a verb that makes the push_pulls of all names that begin with one of ``beginnings``."""
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def call(*args: Any, **more: Any) -> Any:
+            if mine.inside:
+                return function(*args, **more)
+            mine.inside, mine.broken, asked = True, False, mine.asked
+            try:
+                return function(*args, **more)
+            except BaseException as error:
+                if refused is not None and (mine.broken or not isinstance(error, _TOLD)):
+                    for i, beginning in enumerate(beginnings):
+                        refused("beginning", beginning, int(i == 0 and mine.asked == asked))
+                raise
+            finally:
+                mine.inside = False
+
+        return call     # type: ignore[return-value]
+
+    return decorate
+
+
 def _name(bind: Callable[..., inspect.BoundArguments], args: Any, more: Any, which: tuple[str, str], wire: str) -> str | None:
     """What the call's arguments make the name on the wire; None without one."""
     try:

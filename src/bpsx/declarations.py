@@ -28,11 +28,13 @@ log = logging.getLogger("bpsx.session")
 
 
 def _stands_for(which: tuple[str, str], name: str) -> bool:
-    """Whether ``which`` means ``name``: ("unnamed", verb), ("name", name), or ("below", name), which stands for all that begin with it and a
-    dot, too."""
+    """Whether ``which`` means ``name``: ("unnamed", verb); ("name", name); ("below", name), which stands for all that begin with it and a
+    dot, too; or ("beginning", text)."""
     kind, text = which
     if kind == "unnamed":
         return name.startswith(f"{text}.") and ".noname." in name
+    if kind == "beginning":
+        return name.startswith(text)
     return name == text or kind == "below" and name.startswith(text if text.endswith(".") else f"{text}.")
 
 

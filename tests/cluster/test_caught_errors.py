@@ -250,9 +250,15 @@ REFUSED = {
     "tensorflow": ("import tensorflow as tf, bpsx.tensorflow as bps", {
         "a dtype": ("bps.push_pull(tf.constant(['text']), average=False, name='x')", "bps.push_pull(one, average=False, name='x')"),
         "with a scope": ("bps.push_pull(tf.constant(['text']), 's/', average=False, name='x')", "bps.push_pull(one, 's/', average=False, name='x')"),
+        "a gradient of a tape": ("gradient(one, Odd)", "gradient(one, bps.Compression.none)"),
+        "a gradient in Keras": ("applied(one, Odd)", "applied(one, bps.Compression.none)"),
+        "variables": ("spread(one, 'text')", "spread(one)"),
     }),
     "mxnet": ("import bpsx.mxnet as bps, mxnet as mx", {
         "a dtype": ("bps.byteps_push_pull(one.astype('bool'), name='x', is_average=False)", "summed(one)"),
+        "a gradient": ("updated(one, 'row_sparse')", "updated(one)"),
+        "a Trainer's gradients": ("trained(one, 'text')", "trained(one)"),
+        "parameters": ("spread(one, mx.nd.ones((1,)).tostype('row_sparse'))", "spread(one)"),
     }),
 }
 _HELPERS = {
@@ -266,11 +272,50 @@ def spread(one):
     return one
 def gradient(one): return push(one, Named("Gradient.x", "gradient of 'x'", 0), False).wait()
 """,
-    "tensorflow": "def of(value): return tf.fill([1], value)",
+    "tensorflow": """
+import keras
+class Odd(bps.Compression.none):
+    @staticmethod
+    def compress(tensor): raise ValueError("no")
+def of(value): return tf.fill([1], value)
+variable, seen = tf.Variable([1.0], name="x"), keras.Variable([1.0], name="y")
+def gradient(one, compression):
+    with tf.GradientTape() as tape:
+        loss = one * variable
+    return bps.DistributedGradientTape(tape, op=bps.Sum, compression=compression).gradient(loss, variable)
+def applied(one, compression):
+    seen.assign([0.0])
+    bps.DistributedOptimizer(keras.optimizers.SGD(-1.0), op=bps.Sum, compression=compression).apply([one], [seen])
+    return seen.numpy()
+def spread(one, *more):
+    values = [tf.Variable(one * 2), *more]
+    bps.broadcast_variables(values, 1)
+    return values[0]
+""",
     "mxnet": """
 def of(value): return mx.nd.full((1,), value)
 def summed(one):
     bps.byteps_push_pull(one, name="x", is_average=False)
+    return one.asnumpy()
+weight = mx.gluon.Parameter("w", shape=(1,))
+weight.initialize(mx.init.Zero())
+optimizer = bps.DistributedOptimizer(mx.optimizer.create("sgd", learning_rate=-2.0))
+trainer = bps.DistributedTrainer([weight], "sgd", {"learning_rate": -2.0})
+def updated(one, stype="default"):
+    x = mx.nd.zeros((1,))
+    optimizer.update(0, x, one.tostype(stype), None)
+    return x.asnumpy()
+def trained(one, scale=1.0):
+    weight.set_data(mx.nd.zeros((1,)))
+    with mx.autograd.record():
+        loss = weight.data() * one
+    loss.backward()
+    trainer._scale = scale
+    trainer.step(1)
+    return weight.data().asnumpy()
+def spread(one, *more):
+    one = one * 2
+    bps.broadcast_parameters({"x": one, **{"z": z for z in more}}, 1)
     return one.asnumpy()
 """,
 }

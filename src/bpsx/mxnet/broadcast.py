@@ -9,6 +9,7 @@ import mxnet as mx
 
 from bpsx import _adapter
 from bpsx._adapter import checked_root
+from bpsx.counting import counted_together
 from bpsx.errors import ConfigError
 from bpsx.mxnet.ops import check_array, overwrite
 from bpsx.tracebacks import public
@@ -17,6 +18,7 @@ PREFIX = "Parameter."
 
 
 @public
+@counted_together(PREFIX)
 def broadcast_parameters(params: Mapping[str, Any], root_rank: int = 0) -> None:
     """Overwrite all values of ``params`` with worker ``root_rank``'s, and wait until they are there.
 

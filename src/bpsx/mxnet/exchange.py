@@ -19,6 +19,8 @@ from bpsx.mxnet.ops import add_devices, overwrite, submit
 PREFIX = "Gradient."
 #: Under this, with the first Parameter's name, workers count who has which gradients.
 USERS = "Users of gradients from "
+#: Of all names that an exchange uses.
+BEGINNINGS = (PREFIX, USERS)
 _VERB = "DistributedTrainer"
 
 

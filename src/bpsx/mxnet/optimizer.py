@@ -10,6 +10,7 @@ from typing import Any
 import mxnet as mx
 
 from bpsx import _adapter
+from bpsx.counting import counted_together
 from bpsx.errors import ConfigError
 from bpsx.mxnet.asynchronous import Weights
 from bpsx.mxnet.exchange import PREFIX
@@ -74,6 +75,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
                 raise
             refuse({f"{i}{self._suffix}": w for i, w in zip(indices, weights)}, e)
 
+    @counted_together(PREFIX)
     def _exchange(self, indices: Sequence[Any], weights: Sequence[Any], grads: Sequence[Any], update: Callable[[], Any]) -> None:
         if _adapter.session().config.asynchronous:
             self._weights.step(update, {f"{i}{self._suffix}": [w] for i, w in zip(indices, weights, strict=True)},

@@ -16,12 +16,13 @@ from bpsx import _adapter
 from bpsx._adapter import checked_root
 from bpsx.archive import packed, unpacked
 from bpsx.choices import Params
+from bpsx.counting import counted_together
 from bpsx.errors import ConfigError, MismatchError
 from bpsx.momentum import Momentum
 from bpsx.mxnet.asynchronous import Weights
 from bpsx.mxnet.broadcast import PREFIX
 from bpsx.mxnet.decay import DecayMomentum
-from bpsx.mxnet.exchange import Exchange
+from bpsx.mxnet.exchange import BEGINNINGS, Exchange
 from bpsx.mxnet.names import name_of
 from bpsx.mxnet.ops import add_devices, copy_to_devices, overwrite
 from bpsx.mxnet.optimizer import DistributedOptimizer
@@ -119,19 +120,23 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """As gluon's, with the gradients of all workers. ``batch_size``: of this worker."""
         self._prepare()
-        session = _adapter.session()
-        if session.config.asynchronous:
+        if _adapter.session().config.asynchronous:
             self._exchange.check_async()
             self._check_and_rescale_grad(self._scale / batch_size)
             self._step_asynchronously(ignore_stale_grad)
             return
+        self._optimizer.rescale_grad = self._exchange_scaled(batch_size, ignore_stale_grad)
+        self._update(ignore_stale_grad)
+
+    @counted_together(*BEGINNINGS)
+    def _exchange_scaled(self, batch_size: int, ignore_stale_grad: bool) -> float:
+        """Exchange gradients, for one worker's batch of that size each; returns what they are still to be multiplied by."""
         # Before the exchange: workers' batches may differ in size, and what compression keeps is in these units. What is left of a loss's scale is
         # for the optimizer where it can be: in half precision small gradients would be lost.
         after = 1.0 if self._exchange.compresses else self._scale
-        scale = self._scale / after / (batch_size * session.size)
+        scale = self._scale / after / (batch_size * _adapter.session().size)
         self._exchange(self._rate, scale, self._exchange.agree_on_users() if ignore_stale_grad else ())
-        self._optimizer.rescale_grad = after
-        self._update(ignore_stale_grad)
+        return after
 
     def _step_asynchronously(self, ignore_stale_grad: bool) -> None:
         trained = [p for p in self._params if p.grad_req != "null"]
@@ -141,6 +146,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             copy_to_devices(gradients)
         self._weights.step(lambda: self._update(ignore_stale_grad), {name_of(p): p.list_data() for p in trained}, self._optimizer)
 
+    @counted_together(*BEGINNINGS)
     def allreduce_grads(self) -> None:
         """As gluon's, over all workers' devices: for what is done with the sums before ``update()``."""
         self._prepare()

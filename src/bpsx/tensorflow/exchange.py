@@ -11,6 +11,7 @@ import tensorflow as tf
 from bpsx import _adapter
 from bpsx._adapter import check_flag
 from bpsx.choices import Params, check_params, choose
+from bpsx.counting import counted_together
 from bpsx.errors import ConfigError
 from bpsx.keeping import Keeping
 from bpsx.momentum import Momentum
@@ -114,6 +115,7 @@ class Exchange:
         """Go on with what :attr:`keeping` has saved, now or when they are first exchanged."""
         self.keeping.load(saved, _adapter.session() in self._declared)
 
+    @counted_together(PREFIX, USERS, KINDS)
     def __call__(
         self, gradients: Sequence[Any], sources: Sequence[Any], rate: Any = None, momentum: Momentum | None = None,
         among: Sequence[Any] | None = None, instead: Mapping[int, Any] | None = None,

@@ -9,12 +9,15 @@ import tensorflow as tf
 
 from bpsx import _adapter
 from bpsx._adapter import checked_root
+from bpsx.counting import counted_together
 from bpsx.errors import ConfigError
 from bpsx.tensorflow.names import names_of
 from bpsx.tensorflow.ops import check_bytes, check_scope
 from bpsx.tensorflow.raw import copies
 from bpsx.tensorflow.tracing import as_it_is
 from bpsx.tracebacks import public, public_methods
+
+PREFIX = "Variable."
 
 
 @as_it_is
@@ -27,6 +30,10 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, scope: str = "
 
     Raises :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.dtypes.UnsupportedDType`; and as :func:`push_pull` does.
     """
+    return counted_together(f"{scope}{PREFIX}")(_broadcast_variables)(variables, root_rank, scope)
+
+
+def _broadcast_variables(variables: Iterable[Any], root_rank: int, scope: str) -> Any:
     root = checked_root(root_rank, "broadcast_variables", _adapter.session().size)
     check_scope(scope, "broadcast_variables")
     if hasattr(variables, "assign") or not isinstance(variables, Iterable):
@@ -36,7 +43,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, scope: str = "
         if not hasattr(variable, "assign"):
             raise ConfigError(f"broadcast_variables: element {i} is a {type(variable).__name__}; a variable is needed")
     values = [tf.convert_to_tensor(variable) for variable in given]
-    names = [f"{scope}Variable.{name}" for name in names_of(given)]
+    names = [f"{scope}{PREFIX}{name}" for name in names_of(given)]
     for value, name in zip(values, names, strict=True):
         check_bytes(value, f"broadcast_variables: {name!r}")
     done = [variable.assign(copy) for variable, copy in zip(given, copies(values, names, root), strict=True)]
