@@ -253,6 +253,11 @@ REFUSED = {
         "a gradient of a tape": ("gradient(one, Odd)", "gradient(one, bps.Compression.none)"),
         "a gradient in Keras": ("applied(one, Odd)", "applied(one, bps.Compression.none)"),
         "variables": ("spread(one, 'text')", "spread(one)"),
+        "Horovod's": ("hvd.allreduce(tf.constant(['text']), op=hvd.Sum, name='x')", "hvd.allreduce(one, op=hvd.Sum, name='x')"),
+        "one of a group": ("hvd.grouped_allreduce([one, tf.constant('text')], op=hvd.Sum, name='x')[0]",
+                           "hvd.grouped_allreduce([one, one], op=hvd.Sum, name='x')[0]"),
+        "Horovod's rows": ("hvd.allgather(tf.constant(1.0), name='x')", "tf.reduce_sum(hvd.allgather(one, name='x'), 0, keepdims=True)"),
+        "an object": ("hvd.broadcast_object(2 * one, 5, name='x')", "hvd.broadcast_object(2 * one, 1, name='x')"),
     }),
     "mxnet": ("import bpsx.mxnet as bps, mxnet as mx", {
         "a dtype": ("bps.byteps_push_pull(one.astype('bool'), name='x', is_average=False)", "summed(one)"),
@@ -273,7 +278,7 @@ def spread(one):
 def gradient(one): return push(one, Named("Gradient.x", "gradient of 'x'", 0), False).wait()
 """,
     "tensorflow": """
-import keras
+import keras, bpsx.tensorflow.horovod as hvd
 class Odd(bps.Compression.none):
     @staticmethod
     def compress(tensor): raise ValueError("no")

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from bpsx import errors
+from bpsx.counting import counted_together
 from bpsx.errors import BpsxError
 from bpsx.tensorflow.tracing import as_it_is
 
@@ -41,11 +42,15 @@ def _translated(error: Any) -> Exception:
 
 
 def verb(function: F) -> F:
-    """A function that AutoGraph leaves alone; its errors are bpsx's as well as TensorFlow's."""
+    """A function that AutoGraph leaves alone; its errors are bpsx's as well as TensorFlow's, and it
+    counts though it is refused. Its names on the wire begin with its own, or a group's members'."""
+    name = function.__name__
+    counting = counted_together(f"{name}.", f"{name.removeprefix('grouped_')}.")(function)
+
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         try:
-            return function(*args, **kwargs)
+            return counting(*args, **kwargs)
         except tf.errors.OpError as e:
             raise _translated(e) from None
     return as_it_is(called)     # type: ignore[return-value]

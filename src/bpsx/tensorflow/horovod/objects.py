@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from bpsx import objects
+from bpsx.counting import counted_together
 from bpsx.horovod import ProcessSet, global_process_set
 from bpsx.tensorflow.horovod.job import check_process_set
 from bpsx.tensorflow.objects import CODEC
 
 
+@counted_together("broadcast_object.")
 def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> Any:
     """What ``obj`` is on worker ``root_rank``, on every worker: there itself, elsewhere a copy.
@@ -37,6 +39,7 @@ def broadcast_object_fn(root_rank: int = 0, session: Any = None, name: str | Non
     return lambda obj: broadcast_object(obj, root_rank, session, name or "broadcast_object_fn")
 
 
+@counted_together("allgather_object.")
 def allgather_object(obj: Any, session: Any = None, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> list[Any]:
     """What ``obj`` is on each worker, by rank, on every worker; the own place holds ``obj`` itself.
