@@ -189,6 +189,8 @@ class Matrix:
             self.job.workers[0].wait_for_line(name_of(role, victim, self.job.port), DEADLINE)
         else:
             victim.wait(DEADLINE)
+        if self.stage == "shutdown":    # who is behind has only a push of its own left, and nobody to wait for
+            self.job.workers[2].wait_for_line(name_of(role, victim, self.job.port), DEADLINE)
         self.go(victim)
         if self.stage == "connect":     # who is struck may have come as far as to let the others through: they shall ask for it again
             self.go(victim)
