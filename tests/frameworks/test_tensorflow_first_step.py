@@ -146,3 +146,36 @@ def test_weights_that_differ_before_the_first_step(option, hows):
             assert (error is None) == (option == "warn")
             assert "worker 1 has other weights than worker 0 before the first step" in text
             assert "Call broadcast_variables(model.variables, root_rank=0), or with Keras' fit give" in text
+
+
+@pytest.mark.parametrize("option", ["warn", "error", "off"])
+def test_weights_that_differ_in_a_session(option):
+    """Of TensorFlow 1. Broadcast or not, also behind the first step."""
+    source = _START + """
+    def trained(how):
+        with tf.Graph().as_default():
+            w = tf.compat.v1.get_variable(how.replace(" ", "_"), initializer=[1.0 + rank, 2.0])
+            optimizer = bps.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1))
+            step = optimizer.minimize(tf.reduce_sum(w) * (rank + 1.0))
+            copy = bps.broadcast_global_variables(0)
+            with tf.compat.v1.Session() as session:
+                session.run(tf.compat.v1.global_variables_initializer())
+                for i in range(3):
+                    if (how, i) in (("before", 0), ("behind", 1)):
+                        session.run(copy)
+                    session.run(step)
+
+    for how in "before", "behind", "forgotten":
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            error = tried(trained, how)
+        report([how, error, [str(w.message) for w in heard if "other weights" in str(w.message)]])
+    """
+    for worker in run(source, env={**QUIET, "BPSX_CHECK_WEIGHTS": option}):
+        assert [how for how, _, _ in worker] == ["before", "behind", "forgotten"]
+        for how, error, heard in worker:
+            if how != "forgotten" or option == "off":
+                assert (error, heard) == (None, []), how
+                continue
+            text, = [error] if option == "error" else heard
+            assert "worker 1 has other weights than worker 0 before the first step" in text

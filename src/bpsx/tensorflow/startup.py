@@ -2,8 +2,9 @@
 by the names, and have the same values.
 
 Python sees the first step of a function when it is traced, and no later one: so workers compare
-there, waiting for each other. In a job with processes of an earlier one, which may have kept traced
-functions, only eager code is compared; graphs of TensorFlow 1 never are.
+there, waiting for each other. A graph of TensorFlow 1 compares when a session executes it. In a job
+with processes of an earlier one, which may have kept traced functions and graphs, only eager code is
+compared.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from bpsx import _adapter
 from bpsx.errors import MismatchError, PeerLostError
 from bpsx.startup_check import (
     PREFIX,
+    SAMPLES,
     digest,
     meaning_of,
     meaning_problem,
@@ -88,7 +90,52 @@ class Doubt:
             warn(problem)
 
 
-def compared(verb: str, sources: Sequence[Any]) -> list[Doubt]:
+class GraphSteps:
+    """Steps in sessions of TensorFlow 1: the first compares what names mean, the second weights.
+
+    Hooks that broadcast variables do so before the first step, callbacks behind it.
+    """
+
+    def __init__(self, verb: str, named: Mapping[str, Any]) -> None:
+        self._named = dict(sorted(named.items()))
+        self._what = _what_of(verb, self._named)
+        self._own = _meaning_of(self._named, False)
+        self._run = 0
+        self._lock = threading.Lock()
+
+    def begin(self) -> np.bool_:
+        """A session executes a step. Whether it shall go on with :meth:`compare`."""
+        with self._lock:
+            self._run += 1
+            run = self._run
+        if run == 1:
+            rows = rows_of_all(PREFIX + next(iter(self._named)), [self._own, 0])
+            error = meaning_problem(rows, self._what, _here(self._named), "variables", _ORDER)
+            if error:
+                raise MismatchError(error)
+        config = _adapter.session().config
+        return np.bool_(run == 2 and config.check_weights != "off" and not config.asynchronous)
+
+    def compare(self, *samples: np.ndarray) -> np.bool_:
+        """Compare the elements that :meth:`in_graph` reads."""
+        parts = [part for name, s in zip(self._named, samples) for part in (name.encode(), s.tobytes())]
+        rows = rows_of_all(f"{PREFIX}{next(iter(self._named))}, again", [1, digest(parts)])
+        problem = weights_problem(rows, self._what, _CALL)
+        if problem and _adapter.session().config.check_weights == "error":
+            raise MismatchError(problem)
+        if problem:
+            warn(problem)
+        return np.False_
+
+    def in_graph(self) -> tf.Tensor:
+        """What a step has to wait for."""
+        def compare() -> tf.Tensor:
+            return tf.numpy_function(self.compare, [_sample_in_graph(v) for v in self._named.values()], tf.bool)
+
+        return tf.cond(tf.numpy_function(self.begin, [], tf.bool), compare, lambda: tf.constant(False))
+
+
+def compared(verb: str, sources: Sequence[Any]) -> list[Doubt | GraphSteps]:
     """Compare variables that are met for the first time in this job; returns the doubts about any
     of ``sources``.
 
@@ -96,13 +143,16 @@ def compared(verb: str, sources: Sequence[Any]) -> list[Doubt]:
     different things by a name; once, with ``BPSX_CHECK_WEIGHTS=error``, if values differ.
     """
     session = _adapter.session()
-    if not session.config.distributed or not _are_readable(sources):
+    in_graph = not tf.executing_eagerly() and not tf.inside_function()
+    if not session.config.distributed or not (in_graph or _are_readable(sources)):
         return []
     named = dict(zip(names_of(sources), sources, strict=True))
     with _lock:
         job = _jobs.setdefault(session, _Job())
         new = {name: named[name] for name in named.keys() - job.known}
         job.known.update(new)
+    if in_graph:
+        return [GraphSteps(verb, new)] if new and not session.continued else []
     if new and (tf.executing_eagerly() or not session.continued):
         _compare(job, verb, new)
     for name in job.fatal.keys() & named.keys():
@@ -110,20 +160,22 @@ def compared(verb: str, sources: Sequence[Any]) -> list[Doubt]:
     return [doubt for doubt in job.doubts if doubt.concerns(list(named))]
 
 
-def after(doubts: Sequence[Doubt], gradients: Sequence[Any]) -> list[Any]:
+def after(doubts: Sequence[Doubt | GraphSteps], gradients: Sequence[Any]) -> list[Any]:
     """``gradients``, after each doubt has been told that a step begins: now, or whenever the graph
     is executed."""
+    values = [doubt for doubt in doubts if isinstance(doubt, Doubt)]
     if not doubts or tf.executing_eagerly():
-        for doubt in doubts:
+        for doubt in values:
             doubt.begin_step()
         return list(gradients)
 
     def begin_step() -> np.bool_:
-        for doubt in doubts:
+        for doubt in values:
             doubt.begin_step()
         return np.False_
 
-    with tf.control_dependencies([tf.numpy_function(begin_step, [], tf.bool)]):
+    first = [d.in_graph() for d in doubts if isinstance(d, GraphSteps)]
+    with tf.control_dependencies(first or [tf.numpy_function(begin_step, [], tf.bool)]):
         return [
             g if g is None else tf.nest.map_structure(tf.identity, g, expand_composites=True)
             for g in gradients
@@ -139,9 +191,7 @@ def _are_readable(sources: Sequence[Any]) -> bool:
 
 def _compare(job: _Job, verb: str, named: Mapping[str, Any]) -> None:
     session = _adapter.session()
-    first = min(named)
-    shape = tuple(getattr(named[first], "shape", ()))
-    what = f"{verb}: {first!r}" + (f" and {len(named) - 1} more" if len(named) > 1 else "")
+    first, what = min(named), _what_of(verb, named)
     # In asynchronous training the first step makes weights alike.
     checks = "off" if session.config.asynchronous else session.config.check_weights
     own = [_meaning_of(named, session.continued), _weights_of(named) if checks != "off" else 0]
@@ -149,8 +199,7 @@ def _compare(job: _Job, verb: str, named: Mapping[str, Any]) -> None:
         rows = rows_of_all(PREFIX + first, own)
     except PeerLostError:  # so will the exchange, which raises it as TensorFlow's own error
         return
-    here = f"{len(named)} variables, the first {first!r} of shape {shape}"
-    error = meaning_problem(rows, what, here, "variables", _ORDER)
+    error = meaning_problem(rows, what, _here(named), "variables", _ORDER)
     if error:
         job.fatal.update(dict.fromkeys(named, error))
         return
@@ -161,6 +210,16 @@ def _compare(job: _Job, verb: str, named: Mapping[str, Any]) -> None:
         warn(problem)
     elif problem:
         job.doubts.append(Doubt(what, named))
+
+
+def _what_of(verb: str, named: Mapping[str, Any]) -> str:
+    return f"{verb}: {min(named)!r}" + (f" and {len(named) - 1} more" if len(named) > 1 else "")
+
+
+def _here(named: Mapping[str, Any]) -> str:
+    first = min(named)
+    shape = tuple(getattr(named[first], "shape", ()))
+    return f"{len(named)} variables, the first {first!r} of shape {shape}"
 
 
 def _meaning_of(named: Mapping[str, Any], continued: bool) -> int:
@@ -191,6 +250,14 @@ def _sample(source: Any) -> bytes:
         return _sample_of_gpu(value) if "CPU" not in value.device else sample_of(np.asarray(value))
     except (tf.errors.OpError, ValueError):
         return b""
+
+
+def _sample_in_graph(source: Any) -> tf.Tensor:
+    """The same, as a tensor that a session computes."""
+    if not hasattr(source, "assign"):
+        return tf.zeros((0,))
+    flat = tf.reshape(tf.convert_to_tensor(source), [-1])
+    return flat[:: tf.maximum(1, tf.size(flat) // SAMPLES)]
 
 
 def _sample_of_gpu(value: tf.Tensor) -> bytes:
