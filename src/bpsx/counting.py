@@ -29,9 +29,14 @@ class _Mine(threading.local):
     broken = False
 
 
+def _without_session(kind: str, name: str, count: int) -> None:
+    """There is nothing to count yet."""
+
+
 mine = _Mine()
-#: Set by the module that has the session: called as :meth:`bpsx.declarations.Declarations.refused` is.
-refused: Callable[[str, str, int], None] | None = None
+#: Set by the module that has the session, and called as
+#: :meth:`bpsx.declarations.Declarations.refused` is.
+refused: Callable[[str, str, int], None] = _without_session
 
 
 def counted(
@@ -45,24 +50,13 @@ def counted(
     def decorate(function: _Function) -> _Function:
         signature = inspect.signature(function)
 
-        @functools.wraps(function)
-        def call(*args: Any, **more: Any) -> Any:
-            if mine.inside:
-                return function(*args, **more)
-            mine.inside, mine.broken, asked = True, False, mine.asked
-            try:
-                return function(*args, **more)
-            except BaseException as error:
-                unasked = mine.asked == asked
-                if refused is not None and (mine.broken or (unasked or several) and not isinstance(error, _TOLD)):
-                    name = _name(signature.bind_partial, args, more, (prefix, argument), wire)
-                    kind = "unnamed" if name is None else "below" if several else "name"
-                    refused(kind, verb if name is None else name, int(unasked))
-                raise
-            finally:
-                mine.inside = False
+        def count(error: BaseException, unasked: bool, args: Any, more: Any) -> None:
+            if mine.broken or (unasked or several) and not isinstance(error, _TOLD):
+                name = _name(signature.bind_partial, args, more, (prefix, argument), wire)
+                kind = "unnamed" if name is None else "below" if several else "name"
+                refused(kind, verb if name is None else name, int(unasked))
 
-        return call     # type: ignore[return-value]
+        return _outermost(function, count)
 
     return decorate
 
@@ -70,24 +64,36 @@ def counted(
 def counted_together(*beginnings: str) -> Callable[[_Function], _Function]:
     """Decorate a verb that makes the push_pulls of all names that begin with one of ``beginnings``."""
     def decorate(function: _Function) -> _Function:
-        @functools.wraps(function)
-        def call(*args: Any, **more: Any) -> Any:
-            if mine.inside:
-                return function(*args, **more)
-            mine.inside, mine.broken, asked = True, False, mine.asked
-            try:
-                return function(*args, **more)
-            except BaseException as error:
-                if refused is not None and (mine.broken or not isinstance(error, _TOLD)):
-                    for i, beginning in enumerate(beginnings):
-                        refused("beginning", beginning, int(i == 0 and mine.asked == asked))
-                raise
-            finally:
-                mine.inside = False
+        def count(error: BaseException, unasked: bool, args: Any, more: Any) -> None:
+            if mine.broken or not isinstance(error, _TOLD):
+                for i, beginning in enumerate(beginnings):
+                    refused("beginning", beginning, int(i == 0 and unasked))
 
-        return call     # type: ignore[return-value]
+        return _outermost(function, count)
 
     return decorate
+
+
+def _outermost(function: _Function, count: Callable[[BaseException, bool, Any, Any], None]) -> _Function:
+    """``function``, whose errors go to ``count`` unless it was called by another such verb.
+
+    ``count`` gets the error, whether the call has asked the session for no push_pull, and the call's
+    arguments.
+    """
+    @functools.wraps(function)
+    def call(*args: Any, **more: Any) -> Any:
+        if mine.inside:
+            return function(*args, **more)
+        mine.inside, mine.broken, asked = True, False, mine.asked
+        try:
+            return function(*args, **more)
+        except BaseException as error:
+            count(error, mine.asked == asked, args, more)
+            raise
+        finally:
+            mine.inside = False
+
+    return call     # type: ignore[return-value]
 
 
 def _name(bind: Callable[..., inspect.BoundArguments], args: Any, more: Any, which: tuple[str, str], wire: str) -> str | None:
