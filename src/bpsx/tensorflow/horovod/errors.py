@@ -44,8 +44,8 @@ def _translated(error: Any) -> Exception:
 def verb(function: F) -> F:
     """A function that AutoGraph leaves alone; its errors are bpsx's as well as TensorFlow's, and it
     counts though it is refused. Its names on the wire begin with its own, or a group's members'."""
-    name = function.__name__
-    counting = counted_together(f"{name}.", f"{name.removeprefix('grouped_')}.")(function)
+    names = {f"{function.__name__}.", f"{function.__name__.removeprefix('grouped_')}."}
+    counting = counted_together(*sorted(names))(function)
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
