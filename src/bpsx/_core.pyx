@@ -64,8 +64,7 @@ cdef class Core:
         if monitor_init(&self.c.monitor) != 0:
             raise MemoryError("cannot create a mutex")
         self.pid = own_pid()
-        self.endpoint = endpoint
-        self.capsule = endpoint.abi()
+        self.endpoint, self.capsule = endpoint, endpoint.abi()
         self.c.endpoint = <Endpoint *>PyCapsule_GetPointer(self.capsule, b"bpsx.Endpoint")
         self.c.rank = rank
         self.c.processes = 1
@@ -489,6 +488,7 @@ cdef class Core:
         cdef int status = <int>handle.task.status
         if self.c.failed and self.c.failed == status:
             self.told = True
+        self.asking.unheard.discard(handle.name)
         detail = handle.failure if handle.failure is not None or handle.tensor is None else handle.tensor.failure
         if detail is None and self.c.failed == status:
             detail = self.failure

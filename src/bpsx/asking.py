@@ -1,4 +1,4 @@
-"""Which threads wait for push_pulls, and since when: what tells a push_pull that is waited for from one that is under way."""
+"""Which threads wait for push_pulls, and since when; and what the script has not been told yet."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ class Asking:
         self.graphs = False
         #: Since when everything under way is waited for, in ns of the monotonic clock; 0: not.
         self.everything_ns = 0
+        #: Names that workers disagree about, until an error of the name's is raised in the script. A
+        #: name is put in before the error can be raised.
+        self.unheard: set[str] = set()
 
     def note(self, handle: Any) -> None:
         """The calling thread waits for ``handle``."""

@@ -105,6 +105,8 @@ class Declarations:
             self._lost[name] = declared
             pending, declared.pending = declared.pending, []
             self._settled.notify_all()
+            if declared.uses > 0:
+                self._core.asking.unheard.add(name)
             if declared.tensor is not None:
                 self._core.fail_tensor(declared.tensor, status, text)
             used = declared.uses > 0 or self._joining.active
@@ -221,7 +223,8 @@ class Declarations:
             self._first_sight(handle, name, shape, dtype, nbytes, codec)
             return
         lost = self._lost.pop(name, None)
-        if lost is not None and lost.uses > 1:      # another thread was using it when it failed
+        # Another thread was using it when it failed; or this push_pull, too, is from before the script knew.
+        if lost is not None and (lost.uses > 1 or name in self._core.asking.unheard):
             self._doubt(-2, f"it has begun more than one push_pull of {name!r}, about which the workers disagree")
         if declared is None:
             declared = self._declare(name, shape, dtype, nbytes, codec)

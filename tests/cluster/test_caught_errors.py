@@ -171,7 +171,7 @@ def test_after_a_stall_at_the_first_use_of_a_name_no_worker_is_a_step_behind():
 
 
 _CAUGHT = """
-import bpsx, numpy as np
+import bpsx, time, numpy as np
 bpsx.init()
 rank, told = bpsx.rank(), []
 def caught(act):
@@ -202,6 +202,17 @@ OUT_OF_STEP = {
     """,
     "a mismatch of what is used twice": """
         handles = [bpsx.push_pull_async(np.ones(4 + rank, np.float32), "x", average=False) for _ in range(2 - rank)]
+        for handle in handles:
+            caught(lambda: bpsx.synchronize(handle))
+        for step in range(4):
+            caught(lambda: bpsx.push_pull(np.full(1, step + 1, np.float32), "x", average=False))
+    """,
+    "a mismatch of what is used again before anybody has asked for the error": """
+        handles = [bpsx.push_pull_async(np.ones(4 + rank, np.float32), "x", average=False)]
+        if rank == 0:
+            while not bpsx.poll(handles[0]):
+                time.sleep(0.01)
+            handles.append(bpsx.push_pull_async(np.ones(4, np.float32), "x", average=False))
         for handle in handles:
             caught(lambda: bpsx.synchronize(handle))
         for step in range(4):
