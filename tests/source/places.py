@@ -34,8 +34,7 @@ def _python_imports(path: Path) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom):
             above = package[:len(package) - node.level + 1] if node.level else []
             module = ".".join(above + ([node.module] if node.module else []))
-            # `from bpsx import api` and `from . import api` import a module, `from bpsx.api import x` a name
-            yield from ([f"{module}.{a.name}" for a in node.names] if module == "bpsx" or not node.module else [module])
+            yield from {_module_in(module, a.name) if node.module else f"{module}.{a.name}" for a in node.names}
         elif isinstance(node, ast.Import):
             yield from (a.name for a in node.names)
 
@@ -45,4 +44,11 @@ def _cython_imports(path: Path) -> Iterator[str]:
         head = re.match(r"\s*(?:from\s+([\w.]+)\s+)?c?import\s+(.*)", line.split("#")[0])
         if head:
             names = [n.split()[0] for n in head[2].strip("( ").split(",") if n.strip()]
-            yield from [head[1]] if head[1] and head[1] != "bpsx" else [f"{head[1]}.{n}" if head[1] else n for n in names]
+            yield from {_module_in(head[1], n) for n in names or [""]} if head[1] else names
+
+
+def _module_in(package: str, name: str) -> str:
+    """What `from package import name` imports: a module of the package's, or the package, which has that name."""
+    place = ROOT / "src" / package.replace(".", "/") / name
+    found = name and (package == "bpsx" or place.is_dir() or any(place.with_suffix(s).exists() for s in (".py", ".pyx", ".pxd")))
+    return f"{package}.{name}" if found else package

@@ -33,7 +33,7 @@ import bpsx.config
 
 
 @pytest.mark.parametrize(("name", "text", "found"), [
-    ("client.py", PYTHON, {"bpsx.api", "bpsx.errors", "bpsx.session", "bpsx.core", "bpsx.torch.ops", "bpsx.rendezvous.hub",
+    ("client.py", PYTHON, {"bpsx.api", "bpsx.errors", "bpsx.session", "bpsx.core.sync", "bpsx.torch.ops", "bpsx.rendezvous.hub",
                            "bpsx.rendezvous.messages", "bpsx.placement", "bpsx.transports"}),
     ("x.pyx", CYTHON, {"bpsx.core.sync", "bpsx.core.queue", "bpsx.core.state", "bpsx.errors", "bpsx.config"}),
 ])
@@ -41,6 +41,8 @@ def test_every_kind_of_import_is_seen(tmp_path, monkeypatch, name, text, found):
     path = tmp_path / "src" / "bpsx" / "rendezvous" / name
     path.parent.mkdir(parents=True)
     path.write_text(text)
+    (tmp_path / "src" / "bpsx" / "core").mkdir()
+    (tmp_path / "src" / "bpsx" / "core" / "sync.pxd").touch()
     monkeypatch.setattr(places, "ROOT", tmp_path)
     assert set(imports(path)) == found
 
