@@ -12,7 +12,7 @@ from torch.nn import functional
 import bpsx.torch as bps
 from bench.child import serve
 from bench.end_to_end import BATCH, EPOCHS, LEARNING_RATE, WAYS, WIDTH
-from bpsx.api import session
+from bpsx.api.verbs import session
 from bpsx.torch.compression import Compressor
 from examples.pytorch.digits import Digits, accuracy, network
 

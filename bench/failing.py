@@ -12,7 +12,7 @@ from pathlib import Path
 from bench.jobs import Child, end_role, port_in, start
 from bench.report import BenchError
 from bpsx.config import Config
-from bpsx.launch.observe import Observer
+from bpsx.launch.job_view import Observer
 
 STAGES = ("init", "push", "pull", "idle", "shutdown")
 ROLES = ("worker", "server", "scheduler")
@@ -64,7 +64,7 @@ class Roles:
         """A scheduler and a server; the scheduler's port. Again for another job with the same workers."""
         file = Path(self._folder.name, "port")
         file.unlink(missing_ok=True)
-        self.scheduler = start("bpsx.rendezvous", {**self._common, "DMLC_ROLE": "scheduler", "DMLC_PS_ROOT_PORT": "0", "BPSX_PORT_FILE": str(file)})
+        self.scheduler = start("bpsx.scheduler", {**self._common, "DMLC_ROLE": "scheduler", "DMLC_PS_ROOT_PORT": "0", "BPSX_PORT_FILE": str(file)})
         self._stack.callback(end_role, "scheduler", self.scheduler, quiet=True)
         port = port_in(file, self.scheduler)
         self._common["DMLC_PS_ROOT_PORT"] = str(port)

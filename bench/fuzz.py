@@ -19,12 +19,12 @@ from bench.child import serve
 from bench.jobs import Job, progress
 from bench.report import BenchError, Case
 from bpsx.config import Config
-from bpsx.rendezvous.client import Link
-from bpsx.transports.door import token
+from bpsx.scheduler.client import Link
+from bpsx.transports.zeromq.auth import token
 
 NAME, ELEMENTS = "fuzzed", 16
 MAGIC, VERSION, REGISTER, PUSH, ANSWER, PING, INLINE, BROADCAST, FLOAT32 = 0x58535042, 2, 1, 2, 3, 5, 1, 2, 3
-#: The wire's header, written from ``core/header.pxd``.
+#: The wire's header, written from ``core/wire.pxd``.
 HEADER = np.dtype([
     ("magic", "<u4"), ("version", "u1"), ("kind", "u1"), ("flags", "u1"), ("dtype", "u1"), ("job", "<u8"), ("key", "<u8"), ("slot", "<u4"),
     ("sender", "<u4"), ("epoch", "<u4"), ("round", "<u4"), ("divisor", "<u4"), ("priority", "<i4"), ("cookie", "<u8"), ("length", "<u8")])

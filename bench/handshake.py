@@ -10,7 +10,7 @@ from typing import Any
 import zmq
 
 from bpsx import secret
-from bpsx.transports.door import Door, token
+from bpsx.transports.zeromq.auth import Door, token
 
 JOB, KEY = 7, b"a secret for this measurement"
 MECHANISMS = ("null", "token", "curve")

@@ -199,7 +199,7 @@ class Job:
     def _start(self) -> None:
         workers, servers = self._counts
         port_file = Path(self._folder.name) / "port"
-        self.scheduler = self._role("bpsx.rendezvous", "scheduler", 0, DMLC_PS_ROOT_PORT="0", BPSX_PORT_FILE=str(port_file))
+        self.scheduler = self._role("bpsx.scheduler", "scheduler", 0, DMLC_PS_ROOT_PORT="0", BPSX_PORT_FILE=str(port_file))
         self._common["DMLC_PS_ROOT_PORT"] = str(port_in(port_file, self.scheduler))
         self.servers = [self._role("bpsx.server", "server", i) for i in range(servers)]
         index = "DMLC_WORKER_ID" if servers else "BYTEPS_LOCAL_RANK"

@@ -20,11 +20,11 @@ from bench.jobs import progress
 from bench.report import Case
 from bpsx.config import Config
 from bpsx.config.fingerprint import fingerprint
-from bpsx.rendezvous import messages
-from bpsx.rendezvous.hub import Hub
-from bpsx.rendezvous.membership import Membership
-from bpsx.rendezvous.observers import Observers
-from bpsx.rendezvous.refusals import Refusals
+from bpsx.scheduler import messages
+from bpsx.scheduler.hub import Hub
+from bpsx.scheduler.membership import Membership
+from bpsx.scheduler.observers import Observers
+from bpsx.scheduler.rejections import Refusals
 
 SERVERS = 2
 PHASES = ("gathering", "declaring", "waiting", "still-waiting", "answered", "joining", "leaving")

@@ -34,7 +34,7 @@ def init() -> int:
 @cache
 def _ways() -> dict[str, Any]:
     import bpsx
-    from bpsx.tensorflow.raw import sums
+    from bpsx.tensorflow.primitives import sums
 
     arrays = [np.ones(_ELEMENTS, np.float32) for _ in range(_TENSORS)]
     outputs = [np.zeros_like(a) for a in arrays]

@@ -10,7 +10,7 @@ import time
 from bench.jobs import Job, progress
 from bench.report import BenchError, Case
 from bpsx.config import Config, child_environment
-from bpsx.launch.observe import Observer
+from bpsx.launch.job_view import Observer
 
 #: Steps per turn. Short turns: a machine that others use, too, drifts, so neighbours in time are compared.
 _STEPS = 5

@@ -15,7 +15,7 @@ import numpy as np
 import bpsx
 from bench.child import serve
 from bench.machine import rss_bytes
-from bpsx.api import session
+from bpsx.api.verbs import session
 
 _LARGE = 8_000_000
 _staged = threading.Event()

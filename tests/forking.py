@@ -50,7 +50,7 @@ def packages_for(command: list[str], environment: dict[str, str]) -> tuple[str, 
     if len(command) < 3 or command[0] != sys.executable or _early(environment) != _early(_quiet()):
         return None
     if command[1] == "-m":          # the scheduler needs no Numba, and starts faster all the same
-        return ("numba",) if command[2] in ("bpsx.server", "bpsx.rendezvous") else None
+        return ("numba",) if command[2] in ("bpsx.server", "bpsx.scheduler") else None
     if "import torch" in command[2] or "bpsx.torch" in command[2]:
         return "numba", "torch", "torch._dynamo"        # PyTorch imports the last, which is half of it, with the first optimizer
     if environment.get("BYTEPS_LOCAL_SIZE", "1") != "1":

@@ -182,7 +182,7 @@ class Job:
         """Start the scheduler and wait until it listens."""
         fifo = Path(self._folder.name) / f"port-{port}"
         env = {**self._env, "DMLC_ROLE": "scheduler", "DMLC_PS_ROOT_PORT": str(port), "BPSX_PORT_FILE": str(fifo), "BYTEPS_LOG_LEVEL": "info"}
-        self.scheduler = Process("scheduler", self.command("scheduler", [sys.executable, "-m", "bpsx.rendezvous"]), env)
+        self.scheduler = Process("scheduler", self.command("scheduler", [sys.executable, "-m", "bpsx.scheduler"]), env)
         self.scheduler.wait_for_line("listening on")
         self._env["DMLC_PS_ROOT_PORT"] = str(port or int(fifo.read_text()))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bpsx.compression import Compression, mix, stream
+from bpsx.compression.spec import Compression, mix, stream
 from bpsx.kernels import reference, reference_dithering
 from bpsx.kernels.reference import Reference
 

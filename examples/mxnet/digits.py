@@ -17,7 +17,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import bpsx.mxnet as bps
-from bpsx.api import session
+from bpsx.api.verbs import session
 
 import mxnet as mx  # isort: skip
 from mxnet import autograd, gluon  # isort: skip

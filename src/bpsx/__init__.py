@@ -20,8 +20,7 @@ from bpsx.errors import (
 )
 
 if TYPE_CHECKING:
-    from bpsx._handle import Handle
-    from bpsx.api import (
+    from bpsx.api.verbs import (
         barrier,
         broadcast,
         declare,
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
         trace_start,
         trace_stop,
     )
+    from bpsx.core._handle import Handle
 
 __version__ = "0.1.0"
 
@@ -64,5 +64,5 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'bpsx' has no attribute {name!r}; what belongs to a framework is in bpsx.torch, bpsx.tensorflow, bpsx.keras, "
                              "bpsx.mxnet")
-    value = globals()[name] = getattr(import_module("bpsx._handle" if name == "Handle" else "bpsx.api"), name)
+    value = globals()[name] = getattr(import_module("bpsx.core._handle" if name == "Handle" else "bpsx.api.verbs"), name)
     return value

@@ -5,9 +5,9 @@ from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
 
-from bpsx._handle import Handle, Item
-from bpsx._tensor import Declared, Tensor
-from bpsx.asking import Asking
+from bpsx.core._handle import Handle, Item
+from bpsx.core._tensor import Declared, Tensor
+from bpsx.core.waiters import Asking
 from bpsx.local._cuda import Gpu, Moment
 
 # Memory to read or write: a C-contiguous buffer, or (address, bytes) kept alive by `owner`.
@@ -24,7 +24,7 @@ class Core:
         """``endpoint``: an object with ``abi()``; ``lanes``: the number of the server of each; ``credit``: bytes in flight per lane, 0 for no bound;
         ``ahead_ms``: in how many milliseconds the slowest server's link can take what is in flight to each, 0 for no bound; ``beside``: the servers
         on this machine; ``machine``: see :class:`bpsx.local._machine.Machine`; ``telemetry``: count the bytes that came home; ``watch``: a
-        :class:`bpsx._watch.Watcher`."""
+        :class:`bpsx.telemetry._recorder.Watcher`."""
     @property
     def pid(self) -> int:
         """The process that made it."""

@@ -15,38 +15,38 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memmove, memset
 
-from bpsx.core.device cimport Device
-from bpsx.core.gpu cimport forget_gpu, prepare_gpu
-from bpsx.core.greeting cimport ask_lanes, silent_lanes
-from bpsx.core.machine cimport Machine as CMachine
+from bpsx.core.gpu.device cimport Device
+from bpsx.core.gpu.copies cimport forget_gpu, prepare_gpu
+from bpsx.core.hello cimport ask_lanes, silent_lanes
+from bpsx.core.local.group cimport Machine as CMachine
 from bpsx.core.loop cimport background, codec_thread, end_all, give_back_coded, kick, submit, tell_news, wait_for
-from bpsx.core.parts cimport queue_kernels
+from bpsx.core.tensor_alloc cimport queue_kernels
 from bpsx.core.partition cimport Lane, Partition, Server, Task, Tell
-from bpsx.core.places cimport free_places
+from bpsx.core.gpu.pinned_pool cimport free_places
 from bpsx.core.process cimport own_pid
-from bpsx.core.pool cimport pool_free, pool_new, pool_next, pool_stop
-from bpsx.core.reaping cimport take_reaped, unreaped
-from bpsx.core.report cimport counters_of, gauges_of
+from bpsx.core.codec.pool cimport pool_free, pool_new, pool_next, pool_stop
+from bpsx.core.gpu.reclaim cimport take_reaped, unreaped
+from bpsx.core.counters cimport counters_of, gauges_of
 from bpsx.core.state cimport Core as CCore
 from bpsx.core.stage cimport take_tells, tell
 from bpsx.core.status cimport DONE, E_DEVICE, E_SHUTDOWN
-from bpsx.core.telling cimport tell_failed, tell_failing, tell_known
-from bpsx.core.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock, wait_until
-from bpsx.core.watch cimport Watch
-from bpsx._handle cimport Handle, Item, new_handle
-from bpsx._tensor cimport Declared, Tensor
+from bpsx.core.notify cimport tell_failed, tell_failing, tell_known
+from bpsx.system.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, now_ns, unlock, wait_until
+from bpsx.core.trace.recorder cimport Watch
+from bpsx.core._handle cimport Handle, Item, new_handle
+from bpsx.core._tensor cimport Declared, Tensor
 from bpsx.transports.abi cimport Endpoint
 
 from bpsx import errors
-from bpsx._tensor import waiting
-from bpsx.asking import Asking
+from bpsx.core._tensor import waiting
+from bpsx.core.waiters import Asking
 
 @cython.no_gc_clear
 cdef class Core:
     """The state machine of a worker's partitions over one endpoint. Owned by the session; all methods are thread-safe."""
     cdef CCore c
     cdef object endpoint, capsule, thread, machine, watch, gpu, coder
-    cdef readonly object asking     # which threads wait for what: see asking.py
+    cdef readonly object asking     # which threads wait for what: see waiters.py
     cdef readonly int pid       # who made it: a forked child must not touch the parent's sockets
     cdef set tensors
     cdef list workers           # the pool's threads
@@ -59,7 +59,7 @@ cdef class Core:
         """``endpoint``: an object with ``abi()``; ``lanes``: the number of the server of each; ``credit``: bytes in flight per lane, 0 for no bound;
         ``ahead_ms``: in how many milliseconds the slowest server's link can take what is in flight to each, 0 for no bound; ``beside``: the servers
         on this machine; ``machine``: a :class:`bpsx.local._machine.Machine` if the machine's processes share the work, and ``rank`` is then the
-        machine's number; ``telemetry``: count the bytes that came home; ``watch``: a :class:`bpsx._watch.Watcher`."""
+        machine's number; ``telemetry``: count the bytes that came home; ``watch``: a :class:`bpsx.telemetry._recorder.Watcher`."""
         memset(&self.c, 0, sizeof(CCore))
         if monitor_init(&self.c.monitor) != 0:
             raise MemoryError("cannot create a mutex")
@@ -171,7 +171,7 @@ cdef class Core:
     def prepare(self, str name, uint64_t nbytes, input, output, *, uint32_t divisor=1, bint broadcast=False, bint asynchronous=False,
                 int priority=0, double rate=0, bint keeps=False, owner=None, result=None, on=None) -> Handle:
         """A handle for a tensor that has not been placed yet; :meth:`release` sets it off, :meth:`end` ends it. ``keeps``: ask for, or
-        with ``input`` set, what servers keep of it, compressed as it is. ``on``: see :class:`bpsx.devices.OnGpu`."""
+        with ``input`` set, what servers keep of it, compressed as it is. ``on``: see :class:`bpsx.local.devices.OnGpu`."""
         cdef Handle handle = new_handle(self, &self.c, name, divisor, priority, owner, result)
         self.reap()
         handle.task.broadcast, handle.task.asynchronous = broadcast, asynchronous
@@ -235,7 +235,7 @@ cdef class Core:
         return True
 
     def submit_all(self, list items, dict declared, dict codes, uint32_t divisor, on) -> None:
-        """As :meth:`submit` of each of ``items`` (:class:`bpsx._handle.Item`), in place and at once, with one moment ``on`` the GPU for all but
+        """As :meth:`submit` of each of ``items`` (:class:`bpsx.core._handle.Item`), in place and at once, with one moment ``on`` the GPU for all but
         those that are not ``declared``, uncompressed and of an element type in ``codes``, as what they are. Their memory is freed in the order of
         streams, and is let go when the stream that made it has met the end. Items have their handles before anything can interrupt the caller; those
         have no result."""
@@ -394,15 +394,15 @@ cdef class Core:
         return self.outstanding + (unreaped(&self.c) if self.gpu is not None else 0)
 
     def waiting(self, age_s: float) -> list:
-        """See :func:`bpsx._tensor.waiting`."""
+        """See :func:`bpsx.core._tensor.waiting`."""
         return waiting(self.tensors, age_s, self.asking.everything_ns)
 
     def gauges(self) -> dict:
-        """See :func:`bpsx.core.report.gauges_of`."""
+        """See :func:`bpsx.core.counters.gauges_of`."""
         return gauges_of(&self.c)
 
     def counters(self) -> dict:
-        """See :func:`bpsx.core.report.counters_of`."""
+        """See :func:`bpsx.core.counters.counters_of`."""
         return counters_of(&self.c)
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ _WORKER = """
     array = np.full(8_000_000 if stage == "push" else 1000, 1 + int(os.environ["DMLC_WORKER_ID"]), np.float32)
 
     def begin(name):
-        from bpsx.api import session
+        from bpsx.api.verbs import session
         before = session().counters()["messages_sent"]
         handle = bpsx.push_pull_async(array, name=name, average=False)
         while session().counters()["messages_sent"] == before and not bpsx.poll(handle):

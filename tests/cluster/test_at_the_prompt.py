@@ -11,7 +11,7 @@ import pytest
 
 import bpsx
 from bpsx.errors import MismatchError, PeerLeftError, PeerLostError
-from bpsx.speed import Speedometer
+from bpsx.telemetry.throughput import Speedometer
 from jobs import Job, run
 
 

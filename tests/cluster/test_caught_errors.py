@@ -280,7 +280,7 @@ REFUSED = {
 _HELPERS = {
     "torch": """
 import bpsx.torch.horovod as hvd
-from bpsx.torch.batch import Named, push
+from bpsx.torch.bucket import Named, push
 def of(value): return torch.full((1,), value)
 def spread(one):
     one = one * 2

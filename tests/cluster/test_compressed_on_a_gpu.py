@@ -29,7 +29,7 @@ rank = int(os.environ["DMLC_WORKER_ID"])
 kind = os.environ["DEVICE"]
 if rank == 1 and kind:
     # In place of the addresses of compiled C functions, those of functions that have the device do it.
-    import bpsx.compression
+    import bpsx.compression.spec
     from bpsx.kernels.codecs import Compiled
     from unit.cuda_tools import Worker
     device, coders, calls = Worker(kind), {}, []
@@ -64,7 +64,7 @@ if rank == 1 and kind:
                      ctypes.CFUNCTYPE(I, P, I, P, P, P, I, I)(decode))
         return Compiled(*(ctypes.cast(f, P).value for f in functions), functions)
 
-    bpsx.compression.load_codec = load_codec
+    bpsx.compression.spec.load_codec = load_codec
 bpsx.init()
 for name, (n, params, own) in cases.items():
     bpsx.declare(name, compression={"compressor": name, **params, **own})

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bpsx.compression import compression, mix, stream
+from bpsx.compression.spec import compression, mix, stream
 from bpsx.kernels import reference
 from bpsx.kernels.reference import Reference
 from jobs import run
@@ -21,7 +21,7 @@ N, PARTITION, STEPS = 40_000, 65536, len(RATES)      # compressed: 3 partitions 
 
 PUSHES = """
 import bpsx, json, ml_dtypes, numpy as np, os
-from bpsx.api import session
+from bpsx.api.verbs import session
 bpsx.init()
 for name, dtype, n, params, average in json.loads(os.environ["CASES"]):
     bpsx.declare(name, compression=params)

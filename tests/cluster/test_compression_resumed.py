@@ -25,7 +25,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 WORKER = """
 import bpsx, json, logging, numpy as np, os, pickle
-from bpsx.api import session
+from bpsx.api.verbs import session
 bpsx.init()
 steps, begin, end = (int(os.environ[k]) for k in ("STEPS", "BEGIN", "END"))
 cases = json.loads(os.environ["CASES"])
@@ -156,7 +156,7 @@ def test_machines_of_two_processes(tmp_path: Path) -> None:
 
 REFUSALS = """
 import bpsx, json, numpy as np
-from bpsx.api import session
+from bpsx.api.verbs import session
 bpsx.init()
 bpsx.declare("x", compression={"compressor": "topk", "k": 5, "ef": "vanilla"})
 bpsx.push_pull(np.ones(50000, np.float32), "x")

@@ -41,8 +41,8 @@ def test_a_dead_data_path_ends_the_job_and_is_named(cut, transport):
 def test_a_lane_reports_a_lost_worker_of_which_the_scheduler_says_nothing(transport):
     with Job("""
         import bpsx, numpy as np, os, socket
-        import bpsx.session as sessions
-        from bpsx.api import session
+        import bpsx.session.session as sessions
+        from bpsx.api.verbs import session
         bpsx.init()
         bpsx.push_pull(np.ones(4, np.float32), name="x")
         if bpsx.rank() == 1:

@@ -9,8 +9,8 @@ import socket
 import pytest
 
 from bpsx.config import Config
-from bpsx.rendezvous.messages import PROTOCOL
-from bpsx.rendezvous.sockets import open_socket
+from bpsx.scheduler.messages import PROTOCOL
+from bpsx.scheduler.sockets import open_socket
 from jobs import Job, run
 
 
@@ -133,7 +133,7 @@ def test_what_lives_to_the_interpreters_end_ends_in_silence(processes: int):
     with Job("""
         import bpsx, numpy as np
         from bpsx import _core
-        from bpsx.api import session
+        from bpsx.api.verbs import session
         bpsx.init()
         bpsx.push_pull(np.ones(5), name="x")
         _core.last = last = [session()]
@@ -163,9 +163,9 @@ def test_ctrl_c_during_shutdown_still_leaves():
         bpsx.barrier()
         if bpsx.rank() == 0:
             import threading, time
-            from bpsx import api
+            from bpsx.api import verbs
             bpsx.push_pull_async(np.ones(5), name="x")
-            ours = api.session()
+            ours = verbs.session()
             def tell():
                 while not ours._closed:
                     time.sleep(0.001)
@@ -233,7 +233,7 @@ def test_a_name_that_cannot_be_is_refused_at_once(name):
 def test_going_back_to_an_earlier_shape_declares_nothing_anew():
     assert run("""
         import bpsx, numpy as np
-        from bpsx.api import session
+        from bpsx.api.verbs import session
         bpsx.init()
         for step in range(200):
             for n in (4, 7):

@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from bpsx.config import Config
-from bpsx.rendezvous.sockets import open_socket
+from bpsx.scheduler.sockets import open_socket
 from jobs import TRANSPORTS, Job
 
 # Steps until something happens; says what.

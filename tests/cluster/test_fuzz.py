@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from bpsx.config import Config
-from bpsx.rendezvous.sockets import open_socket
+from bpsx.scheduler.sockets import open_socket
 from jobs import Job
 
 ROUNDS = 50

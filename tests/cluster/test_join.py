@@ -87,7 +87,7 @@ def test_who_has_joined_cannot_push_until_all_have():
     with Job("""
         import bpsx, numpy as np, threading
         bpsx.init()
-        from bpsx.api import session
+        from bpsx.api.verbs import session
         if bpsx.rank() == 0:
             joiner = threading.Thread(target=bpsx.join)
             joiner.start()
@@ -172,7 +172,7 @@ def test_ctrl_c_ends_a_join_and_the_job_hears_why():
     with Job("""
         import bpsx, numpy as np
         bpsx.init()
-        from bpsx.api import session
+        from bpsx.api.verbs import session
         if bpsx.rank() == 0:
             import threading, time
             def tell():

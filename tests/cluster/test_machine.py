@@ -43,7 +43,7 @@ SHAPES = pytest.mark.parametrize("workers, servers", [(2, 0), (4, 1)])
 def test_only_the_root_speaks_to_the_servers(workers, servers):
     found = run("""
         import bpsx, numpy as np
-        from bpsx.api import session
+        from bpsx.api.verbs import session
         bpsx.init()
         x = bpsx.push_pull(np.full(5_000_000, bpsx.rank(), np.float32), "x", average=False)
         assert (x == sum(range(bpsx.size()))).all()
@@ -259,13 +259,13 @@ def test_neighbours_that_cannot_meet_are_named(tmp_path):
 
 def test_a_root_killed_at_the_meeting_leaves_no_socket(tmp_path):
     source = """
-        import bpsx, bpsx.session, sys
-        meet = bpsx.neighbourhood.meet
+        import bpsx, bpsx.session.session, sys
+        meet = bpsx.local.group.meet
         def meet_later(*given):
             report("here")
             sys.stdin.readline()
             return meet(*given)
-        bpsx.neighbourhood.meet = meet_later
+        bpsx.local.group.meet = meet_later
         bpsx.init()
     """
     with Job(source, 0, 0, processes=2, env={"BYTEPS_SOCKET_PATH": str(tmp_path), "DMLC_NUM_WORKER": "1"}) as job:
@@ -287,12 +287,12 @@ def test_a_root_killed_at_the_meeting_leaves_no_socket(tmp_path):
 def test_limits_that_leave_no_room_for_shares_are_named():
     for limit, said in (("RLIMIT_FSIZE", "ulimit -f"), ("RLIMIT_AS", "ulimit -v")):
         source = f"""
-            import bpsx, bpsx.session, resource
-            meet = bpsx.neighbourhood.meet
+            import bpsx, bpsx.session.session, resource
+            meet = bpsx.local.group.meet
             def meet_with_less(*given):
                 resource.setrlimit(resource.{limit}, (1 << 32, 1 << 32) if "{limit}" == "RLIMIT_AS" else (1 << 20, 1 << 20))
                 return meet(*given)
-            bpsx.neighbourhood.meet = meet_with_less
+            bpsx.local.group.meet = meet_with_less
             bpsx.init()
         """
         with Job(source, 2, 0, processes=2) as job:

@@ -66,7 +66,7 @@ def test_over_a_slow_link_the_urgent_overtakes():
 
     with net_job("""
         import bpsx, numpy as np, time
-        from bpsx.api import session
+        from bpsx.api.verbs import session
         bpsx.init()
         large, small = np.ones(2_000_000, np.float32), np.ones(1000, np.float32)
         bpsx.push_pull(small, name="small")

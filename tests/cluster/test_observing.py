@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from launching import local_words, words
 
-from bpsx.launch import record
+from bpsx.launch import job_registry
 from exposition import parse
 from jobs import DEADLINE, Job, run
 from traces import load
@@ -205,7 +205,7 @@ def test_a_metrics_port_that_is_taken_is_an_error_that_names_it():
         port = taken.getsockname()[1]
         env = {**{k: v for k, v in os.environ.items() if not k.startswith(("DMLC_", "BYTEPS_", "BPSX_M"))}, "DMLC_ROLE": "scheduler",
                "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "0", "DMLC_NUM_SERVER": "1", "BPSX_METRICS_PORT": str(port)}
-        done = subprocess.run([sys.executable, "-m", "bpsx.rendezvous"], env=env, capture_output=True, text=True, timeout=DEADLINE)
+        done = subprocess.run([sys.executable, "-m", "bpsx.scheduler"], env=env, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 2 and f"BPSX_METRICS_PORT=127.0.0.1:{port}" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -241,7 +241,7 @@ def test_a_local_job_is_found_and_its_record_goes_with_it(tmp_path):
             while "stepped" not in job.stdout.readline():
                 pass
             threading.Thread(target=job.stdout.read, daemon=True).start()
-            (found,) = (r for r in record.running() if r.pid == job.pid)
+            (found,) = (r for r in job_registry.running() if r.pid == job.pid)
             assert (found.pid, found.address, found.secret, found.command) == (job.pid, "127.0.0.1", "s" * 32, [sys.executable, str(worker)])
             assert not list(tmp_path.rglob("*.json")), "the secret is in no file"
             top = subprocess.run(words("top", "--once", "--job", str(job.pid)), env=env, capture_output=True, text=True, timeout=DEADLINE)
@@ -251,15 +251,15 @@ def test_a_local_job_is_found_and_its_record_goes_with_it(tmp_path):
         finally:
             (tmp_path / "stop").touch()
         assert job.wait(DEADLINE) == 0
-    assert job.pid not in [r.pid for r in record.running()]
+    assert job.pid not in [r.pid for r in job_registry.running()]
     made = sorted(str(p.relative_to(tmp_path / "traces")) for p in (tmp_path / "traces").rglob("*.json"))
     assert made == ["server-0/comm.json", "worker-0/0/comm.json", "worker-1/0/comm.json"]
 
 
 HOLD = """
 import sys
-from bpsx.launch import record
-record.write("127.0.0.1", int(sys.argv[1]), "s" * 32, ["a", "job"])
+from bpsx.launch import job_registry
+job_registry.write("127.0.0.1", int(sys.argv[1]), "s" * 32, ["a", "job"])
 print("held", flush=True)
 input()
 """
@@ -267,7 +267,7 @@ input()
 
 def test_a_record_goes_with_its_launcher_and_several_jobs_are_told_apart(tmp_path, monkeypatch):
     from bpsx.errors import ConfigError
-    from bpsx.launch.observe import find
+    from bpsx.launch.job_view import find
 
     def hold(port: int) -> subprocess.Popen[str]:
         held = subprocess.Popen([sys.executable, "-c", HOLD, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -275,7 +275,7 @@ def test_a_record_goes_with_its_launcher_and_several_jobs_are_told_apart(tmp_pat
         return held
 
     def ours() -> list[int]:
-        return [r.pid for r in record.running() if r.pid in (first.pid, second.pid)]
+        return [r.pid for r in job_registry.running() if r.pid in (first.pid, second.pid)]
 
     for name in ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -387,7 +387,7 @@ def test_without_telemetry_nothing_is_counted():
 import numpy as np, bpsx
 bpsx.init()
 bpsx.push_pull(np.ones(5000, np.float32), name="x")
-report([bpsx.get_pushpull_speed(), bpsx.api.session().counters()["tensor_bytes"]])
+report([bpsx.get_pushpull_speed(), bpsx.api.verbs.session().counters()["tensor_bytes"]])
 bpsx.shutdown()
 """
     assert run(source, env={"BYTEPS_TELEMETRY_ON": "0"}) == [[[[0.0, 0.0], 0]], [[[0.0, 0.0], 0]]]

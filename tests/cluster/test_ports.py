@@ -14,7 +14,7 @@ import time
 import pytest
 from network import needed, net_job
 
-from bpsx.launch import findings
+from bpsx.launch import checks
 from bpsx.transports.reach import unreachable
 from jobs import TRANSPORTS, Job
 
@@ -76,7 +76,7 @@ def test_no_allowed_port_is_free(role, transport):
         port = taken.getsockname()[1]
         environment = {**os.environ, "DMLC_ROLE": role, "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1",
                        "DMLC_PS_ROOT_PORT": "0" if role == "scheduler" else str(port), "BPSX_PORTS": str(port), **TRANSPORTS[transport]}
-        module = {"server": "bpsx.server", "scheduler": "bpsx.rendezvous"}[role]
+        module = {"server": "bpsx.server", "scheduler": "bpsx.scheduler"}[role]
         done = subprocess.run([sys.executable, "-m", module], env=environment, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode in (1, 2) and f"BPSX_PORTS={port}: it is taken on this machine" in done.stderr, done.stderr
 
@@ -85,8 +85,8 @@ def test_doctor_names_lanes_that_cannot_be_reached():
     with socket.create_server(("127.0.0.1", 0)) as open_, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         good, bad = (f"127.0.0.1:{s.getsockname()[1]}" for s in (open_, closed))
-        report = findings.Report()
-        findings.lanes(report, [{"role": "server", "rank": 3, "state": "running", "lanes": [good, bad]}, {"role": "worker", "lanes": []}])
+        report = checks.Report()
+        checks.lanes(report, [{"role": "server", "rank": 3, "state": "running", "lanes": [good, bad]}, {"role": "worker", "lanes": []}])
         assert report.found["network"]["lanes of servers"] == "1 of 2 can be reached"
         assert len(report.problems) == 1 and f"cannot reach server 3 at {bad} (refused" in report.problems[0]
         assert unreachable([good]) == {}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bpsx.errors import TransportError
-from bpsx.transports import gids
+from bpsx.transports.rdma import gid
 from cluster.test_failures import _STEPPING, caught, started
 from cluster.test_sums import SUMS
 from jobs import Job, run
@@ -22,10 +22,10 @@ from jobs import Job, run
 
 def why_not() -> str:
     """Why there is no RDMA here; empty: there is."""
-    if importlib.util.find_spec("bpsx.transports.rdma") is None:
+    if importlib.util.find_spec("bpsx.transports.rdma.endpoint") is None:
         return "bpsx was built without libibverbs' headers"
     try:
-        gids.ports()
+        gid.ports()
     except TransportError as e:
         return str(e)
     return ""
@@ -79,7 +79,7 @@ def test_training_ends_in_the_same_weights_as_over_tcp() -> None:
 # What the transport copies in rounds of one partition, of 40 KB where it is compressed, or summed with a neighbour's in memory of both.
 COPIES = """
 import bpsx, hashlib, numpy as np
-from bpsx.api import session
+from bpsx.api.verbs import session
 bpsx.init()
 
 def rounds(name, compression=None):
@@ -206,7 +206,7 @@ import sys
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == "bpsx.transports.rdma":
+        if name == "bpsx.transports.rdma.endpoint":
             raise ERROR
 
 

@@ -177,8 +177,8 @@ class _SlowServers(Job):
         source = """
             import sys, time
             from bpsx import kernels
-            from bpsx.transports import door
-            door.HANDSHAKE_MS = 2000
+            from bpsx.transports.zeromq import auth
+            auth.HANDSHAKE_MS = 2000
             from bpsx.server import __main__ as server      # whose own way to the kernels is not slowed down
             load = kernels.load
             kernels.load = lambda code: (time.sleep(6), load(code))

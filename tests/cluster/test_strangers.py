@@ -13,8 +13,9 @@ import time
 
 import pytest
 
-from bpsx.launch.hosts import assignment
-from bpsx.transports import beside, gate
+from bpsx.launch.ssh.hostfile import assignment
+from bpsx.transports.shm import handshake
+from bpsx.transports.sockets import listener as gate
 from cluster.strangers import command, greeting, memory
 from jobs import Job
 
@@ -36,7 +37,7 @@ def test_a_held_name_that_accepts_nobody_does_not_hold_up_a_worker(caplog):
         done = threading.Event()
 
         def visit() -> None:
-            with caplog.at_level(logging.WARNING), beside.visit(address, _KEY, 1, 0, 0) as found:
+            with caplog.at_level(logging.WARNING), handshake.visit(address, _KEY, 1, 0, 0) as found:
                 assert found is None
                 done.set()
 
@@ -109,9 +110,9 @@ def test_connections_that_do_not_greet_are_capped_far_below_the_limit_of_descrip
 
 
 def test_clients_of_the_metrics_port_are_capped():
-    from bpsx.rendezvous import metrics
-    from bpsx.rendezvous.membership import Membership
-    from bpsx.rendezvous.observers import Observers
+    from bpsx.scheduler import metrics
+    from bpsx.scheduler.membership import Membership
+    from bpsx.scheduler.observers import Observers
 
     members = Membership(1, 1, 1, 5, stall_warn=30, deadlock_after=60)
     exporter = metrics.Exporter("127.0.0.1", 0, Observers(members, "127.0.0.1"))

@@ -52,7 +52,7 @@ def test_no_writeable_folder_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("role", ["scheduler", "server", "worker"])
 def test_few_descriptors(role: str, tmp_path: Path) -> None:
     """libzmq would wait for ever, and Numba fail in its depths."""
-    modules = {"scheduler": ["-m", "bpsx.rendezvous"], "server": ["-m", "bpsx.server"], "worker": ["-c", "import bpsx; bpsx.init()"]}
+    modules = {"scheduler": ["-m", "bpsx.scheduler"], "server": ["-m", "bpsx.server"], "worker": ["-c", "import bpsx; bpsx.init()"]}
     environment = {**os.environ, "DMLC_ROLE": role, "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "1" if role != "scheduler" else "0",
                    "DMLC_NUM_WORKER": "2", "DMLC_NUM_SERVER": "1", "DMLC_WORKER_ID": "0", "BPSX_PORT_FILE": str(tmp_path / "port"),
                    "BYTEPS_SOCKET_PATH": str(tmp_path)}

@@ -115,7 +115,7 @@ LIVES = """
 import os, sys, threading
 import bpsx, numpy as np
 from bpsx.config import Config
-from bpsx.rendezvous.hub import Hub
+from bpsx.scheduler.hub import Hub
 from bpsx.server.__main__ import Server
 
 for cycle in range(20):

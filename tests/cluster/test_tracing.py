@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bpsx import timeline
+from bpsx.telemetry import timeline
 from cluster.launching import words
 from jobs import Job, run
 from traces import about, load

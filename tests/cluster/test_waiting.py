@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bpsx.config import Config
-from bpsx.rendezvous.waiting import doubtful_name
+from bpsx.scheduler.waiting import doubtful_name
 from jobs import Process
 
 _JOB = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1", "BYTEPS_FORCE_DISTRIBUTED": "1",
@@ -53,7 +53,7 @@ def test_a_role_started_by_hand_says_what_it_is_and_for_whom_it_waits():
     with nobody() as port:
         pass
     roles = [Process(role, [sys.executable, "-m", module], environment(role, port) | {"BPSX_RENDEZVOUS_TIMEOUT": "60"})
-             for role, module in (("scheduler", "bpsx.rendezvous"), ("server", "bpsx.server"))]
+             for role, module in (("scheduler", "bpsx.scheduler"), ("server", "bpsx.server"))]
     try:
         roles[0].wait_for_line(f"bpsx scheduler: listening on 127.0.0.1:{port}, waiting for 1 worker machine and 1 server for at most 60 s")
         roles[1].wait_for_line(f"bpsx server: joining the job of 1 worker machine and 1 server at the scheduler 127.0.0.1:{port}")

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from bpsx.transports import gate
-from bpsx.transports.shared import SharedEndpoint
-from bpsx.transports.tcp import TcpEndpoint
+from bpsx.transports.shm.endpoint import SharedEndpoint
+from bpsx.transports.sockets import listener
+from bpsx.transports.tcp.endpoint import TcpEndpoint
 from conformance.dataplane import DataPlane, Message
 
 _ENTRY = struct.Struct("<QQQQII")
-_POSTED, _ENTRIES = 0, 128          # in a Way, of neighbour.pxd
+_POSTED, _ENTRIES = 0, 128          # in a Way, of transports/shm/connection.pxd
 _TOKENS = 4096
 SECRET = b"sixteen bytes, or more"
 
@@ -217,7 +217,7 @@ def test_strangers_get_no_memory(make: Any) -> None:
         pid = os.fork()
         if pid == 0:
             os.setuid(65534)
-            os._exit(_tries(name, lambda link: gate.greet(link, SECRET, 77, there.address, 6)))
+            os._exit(_tries(name, lambda link: listener.greet(link, SECRET, 77, there.address, 6)))
         assert os.waitpid(pid, 0)[1] == 0
     assert there.lane.neighbours == 1
     there.w[3].send(0, b"still here")

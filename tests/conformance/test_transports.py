@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 
 from bpsx.errors import TransportError
-from bpsx.transports import door, gate
-from bpsx.transports.loopback import LoopbackEndpoint
-from bpsx.transports.shared import SharedEndpoint
-from bpsx.transports.tcp import TcpEndpoint
-from bpsx.transports.zeromq import ZeroMQEndpoint
+from bpsx.transports.loopback.endpoint import LoopbackEndpoint
+from bpsx.transports.shm.endpoint import SharedEndpoint
+from bpsx.transports.sockets import listener
+from bpsx.transports.tcp.endpoint import TcpEndpoint
+from bpsx.transports.zeromq import auth
+from bpsx.transports.zeromq.endpoint import ZeroMQEndpoint
 from conformance.dataplane import DataPlane
 
 SIZES = [0, 1, 31, 32, 33, 64, 8191, 8192, 8193, 100_000, 4_096_000]
@@ -46,7 +47,7 @@ def tcp_endpoint(send_buffer: int | None = 0, **more: object) -> TcpEndpoint:
 def rdma_endpoint(**more: object) -> Any:
     """Skips where there is no RDMA: tests/machine runs these tests in an emulated machine that has it."""
     try:
-        module = importlib.import_module("bpsx.transports.rdma")
+        module = importlib.import_module("bpsx.transports.rdma.endpoint")
         return module.RdmaEndpoint(**{"heartbeat_interval": 5, "heartbeat_timeout": 30, "inbox": 8 << 20, **more})
     except (ImportError, TransportError) as e:
         pytest.skip(f"no RDMA here: {e}")
@@ -281,7 +282,7 @@ def test_a_stranger_is_not_heard(zeromq):
     context = zmq.Context()
     plain, insider = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
     insider.setsockopt(zmq.PLAIN_USERNAME, b"3")
-    insider.setsockopt(zmq.PLAIN_PASSWORD, door.token(b"", 77, address, 3))
+    insider.setsockopt(zmq.PLAIN_PASSWORD, auth.token(b"", 77, address, 3))
     for dealer in (plain, insider):
         dealer.connect(f"tcp://{address}")
         for parts in ([b"x"], [b"", b""], [b"a"] * 9):
@@ -328,7 +329,7 @@ def test_a_stranger_is_not_heard_on_plain_sockets(tcp):
     host, port = address.split(":")
     for rank, nonsense in insiders.items():     # a head of 4 GiB; a body that there is not; one larger than all may be
         made = socket.create_connection((host, int(port)))
-        gate.greet(made, b"", 77, address, rank, nonsense)
+        listener.greet(made, b"", 77, address, rank, nonsense)
         while lane.malformed < sorted(insiders).index(rank) + 1:
             assert s.receive(0.1) is None
         made.settimeout(20)
@@ -347,7 +348,7 @@ def made_greeting(address: str, rank: int) -> tuple[socket.socket, bytes]:
     near, far = socket.socketpair()
     with near, far:
         far.sendall(made.recv(32, socket.MSG_WAITALL))
-        gate.greet(near, b"", 77, address, rank)
+        listener.greet(near, b"", 77, address, rank)
         return made, far.recv(4096)
 
 
@@ -455,7 +456,7 @@ def _sockets() -> dict[str, int]:
 @pytest.mark.parametrize(("given", "loopback", "wanted"), [(None, True, 448 << 10), (None, False, 224 << 10), (96 << 10, False, 96 << 10)])
 def test_send_buffers_are_chosen_by_address_unless_given(monkeypatch, given, loopback, wanted):
     """At both ends. Whether an address is loopback's is imitated."""
-    monkeypatch.setattr("bpsx.transports.address.is_loopback", lambda host: loopback)
+    monkeypatch.setattr("bpsx.system.address.is_loopback", lambda host: loopback)
     before = _sockets()
     worker, lane = network_pair(zeromq_endpoint, send_buffer=given)
     w, s = DataPlane(worker), DataPlane(lane)

@@ -9,9 +9,9 @@ import numpy as np
 
 import core.wire as w
 from bpsx._core import Core
-from bpsx._tensor import Tensor
-from bpsx.pipeline import stages_for
-from bpsx.transports.loopback import LoopbackEndpoint
+from bpsx.core._tensor import Tensor
+from bpsx.planning.stages import stages_for
+from bpsx.transports.loopback.endpoint import LoopbackEndpoint
 
 BIG = 40_000                    # bytes: more than travels inline
 LONG = 300_000                  # ... from which is learnt how fast a link is

@@ -10,10 +10,10 @@ import pytest
 
 import core.wire as w
 from bpsx._core import Core
-from bpsx._tensor import Tensor
-from bpsx.pipeline import stages_for
+from bpsx.core._tensor import Tensor
+from bpsx.planning.stages import stages_for
 from bpsx.secret import lane_proof
-from bpsx.transports.loopback import LoopbackEndpoint
+from bpsx.transports.loopback.endpoint import LoopbackEndpoint
 
 ROUNDS, EACH = 40, 250
 

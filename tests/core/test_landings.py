@@ -10,9 +10,9 @@ import pytest
 
 import core.cores as cores
 import core.wire as w
-from bpsx._tensor import Tensor
-from bpsx.compression import compression, make
-from bpsx.pipeline import stages_for
+from bpsx.compression.spec import compression, make
+from bpsx.core._tensor import Tensor
+from bpsx.planning.stages import stages_for
 from conformance.dataplane import Landing, Table
 from core.test_lane import Rig
 from core.test_lane_compressed import PACKED, register

@@ -15,7 +15,7 @@ import core.wire as w
 from bpsx.dtypes import BY_NAME, DTYPES
 from bpsx.kernels.reference import reduce
 from bpsx.server._engine import Lane
-from bpsx.transports.loopback import LoopbackEndpoint
+from bpsx.transports.loopback.endpoint import LoopbackEndpoint
 
 BIG = 50_000
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import core.wire as w
-from bpsx.compression import compression, mix, stream
+from bpsx.compression.spec import compression, mix, stream
 from bpsx.dtypes import BY_NAME
 from bpsx.kernels import reference, reference_dithering
 from core.test_lane import Rig

@@ -13,12 +13,12 @@ import pytest
 import core.wire as w
 from bpsx import errors
 from bpsx._core import Core
-from bpsx._tensor import Tensor
+from bpsx.core._tensor import Tensor
 from bpsx.local._machine import Machine, QuietEndpoint, head_bytes
-from bpsx.pipeline import Place, stages_for
-from bpsx.transports.loopback import LoopbackEndpoint
+from bpsx.planning.stages import Place, stages_for
+from bpsx.transports.loopback.endpoint import LoopbackEndpoint
 
-# Written from core/post.pxd, independently of the code under test.
+# Written from core/local/ring.pxd, independently of the code under test.
 _POST = struct.Struct("<QQIIIIiIIIQQQIIIi")
 HAS_BODY, IS_BROADCAST, IS_RESULT, IS_SHARE = 1, 2, 4, 8
 RING_POSTS, COUNTER_APART = 4096, 64

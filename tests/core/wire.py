@@ -1,4 +1,4 @@
-"""The wire in Python, for scripting a peer: written from ``core/header.pxd``, independently of the code under test."""
+"""The wire in Python, for scripting a peer: written from ``core/wire.pxd``, independently of the code under test."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import numpy as np
 from mxnet_job import values
 
 import bpsx.mxnet as bps
-from bpsx.api import session
+from bpsx.api.verbs import session
 from bpsx.mxnet import ops
 
 SUMMED = ("float16", "float32", "float64", "int8", "uint8", "int32", "int64")

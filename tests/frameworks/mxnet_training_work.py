@@ -12,9 +12,9 @@ import numpy as np
 from mxnet import autograd, gluon
 
 import bpsx.mxnet as bps
-from bpsx.api import session
-from bpsx.archive import unpacked
+from bpsx.api.verbs import session
 from bpsx.mxnet.trainer import _archive
+from bpsx.plugin.archive import unpacked
 
 WORKERS, ROWS, STEPS = 2, 8, 5
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()

@@ -124,7 +124,7 @@ bps.byteps_push_pull(mx.nd.ones((1 << 20,)), name="z")      # without a learning
 def test_ctrl_c_while_a_fork_waits_is_raised_after_it() -> None:
     """Python prints what is raised before a fork, and goes on."""
     with Job(HEAD + """
-from bpsx import api
+from bpsx.api import verbs
 bps.init()
 bps.barrier()
 x = mx.nd.ones((3,))
@@ -133,11 +133,11 @@ if bps.rank() == 1:
     bps.byteps_push_pull(x, name="x")
 else:
     bps.byteps_push_pull(x, name="x")
-    wait = api._engines[0]
+    wait = verbs._engines[0]
     def waits(seconds):
         report("waits")
         return wait(seconds)
-    api._engines[0] = waits
+    verbs._engines[0] = waits
     parent = os.getpid()
     try:
         os.fork()
@@ -145,7 +145,7 @@ else:
         report("raised")
     if os.getpid() != parent:
         os._exit(0)
-    api._engines[0] = wait
+    verbs._engines[0] = wait
 """, workers=2, servers=1) as job:
         forks, other = job.workers
         forks.wait_for_line("waits")
@@ -178,18 +178,18 @@ def test_ctrl_c_while_the_end_waits_for_the_engine() -> None:
     """The others hear of it, and nobody ends as if all were well."""
     with Job(HEAD + """
 import threading
-from bpsx import api
+from bpsx.api import verbs
 bps.init()
 bps.barrier()
 if bps.rank() == 1:
     hear()
 else:
     bps.byteps_push_pull(mx.nd.ones((3,)), name="alone")
-    wait = api._engines[0]
+    wait = verbs._engines[0]
     def waits(seconds):
         report("waits")
         return wait(seconds)
-    api._engines[0] = waits
+    verbs._engines[0] = waits
 """, workers=2, servers=1) as job:
         ends, other = job.workers
         ends.wait_for_line("waits")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mxnet_job import Finished, each, run_job
 
-from bpsx.compression import compression
+from bpsx.compression.spec import compression
 from oracle import Sums
 
 pytestmark = pytest.mark.timeout(300)

@@ -62,7 +62,7 @@ _FIT = _START + """
 """
 _LEFT = _START + """
     import threading, time
-    from bpsx.api import session
+    from bpsx.api.verbs import session
 
     def call():
         try:
@@ -182,7 +182,7 @@ def test_a_function_goes_on_in_a_job_of_another_size():
 _INTERRUPTED = _START + """
     import signal, threading
     import numpy as np
-    from bpsx.tensorflow import library
+    from bpsx.tensorflow import op_library
 
     given, names = [tf.fill([64], 5.0) for _ in range(100)], [f"n{i}" for i in range(100)]
     stop, found = threading.Event(), {"well": 0, "interrupted": 0, "wrong": 0}
@@ -201,7 +201,7 @@ _INTERRUPTED = _START + """
         global armed
         try:
             armed = True
-            got = library.push_pull(given, -1.0, names, [0] * 100, False)
+            got = op_library.push_pull(given, -1.0, names, [0] * 100, False)
             armed = False
             found["well" if all((g.numpy() == 5.0).all() for g in got) else "wrong"] += 1
         except KeyboardInterrupt:

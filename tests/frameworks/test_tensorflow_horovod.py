@@ -117,7 +117,7 @@ def job_slices() -> Any:
 
 def job_unnamed() -> Any:
     """Calls without names are matched by order, and make no new names without end."""
-    from bpsx import _adapter
+    from bpsx.plugin import adapter
 
     declared = []
     for step in range(12):
@@ -128,7 +128,7 @@ def job_unnamed() -> Any:
         hvd.broadcast(mine(2), 0)
         hvd.reducescatter(mine(5))
         hvd.alltoall(mine(WORKERS + step % 3)[step % 3 :])
-        declared.append(len(_adapter.session()._declared))
+        declared.append(len(adapter.session()._declared))
     return declared
 
 

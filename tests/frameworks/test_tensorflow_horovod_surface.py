@@ -330,7 +330,7 @@ def refused_training() -> list[Refusal]:
 
 def job_refusals() -> Any:
     """What is not refused, or in other words; nothing has been sent."""
-    from bpsx.api import session
+    from bpsx.api.verbs import session
 
     before, wrong = session().counters()["push_pulls"], []
     for i, (call, match) in enumerate(

@@ -51,7 +51,7 @@ _HEADERS = """
 import sys
 from pathlib import Path
 import tensorflow as tf
-from bpsx.tensorflow import library
+from bpsx.tensorflow import op_library
 tf.sysconfig.get_include = lambda: sys.argv[1]
 header = Path(sys.argv[1], "tensorflow", "core", "framework", "op_kernel.h")
 for text in (None, "  typedef std::function<void()> DoneCallback;", "using DoneCallback = std::function<void()>;",
@@ -60,7 +60,7 @@ for text in (None, "  typedef std::function<void()> DoneCallback;", "using DoneC
         header.parent.mkdir(parents=True, exist_ok=True)
         header.write_text(text)
     try:
-        library.check_header()
+        op_library.check_header()
         print("accepted")
     except ImportError as e:
         print(e)

@@ -13,7 +13,7 @@ import pytest
 from tensorflow_job import WORKER, Finished, each, run_job
 from tensorflow_models import BATCH, data, mlp
 
-from bpsx.api import session
+from bpsx.api.verbs import session
 from bpsx.errors import ConfigError
 
 if WORKER:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tensorflow_job import WORKER, Finished, each, run_job
 
-from bpsx.api import session
+from bpsx.api.verbs import session
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError
 
@@ -20,7 +20,7 @@ if WORKER:
     import tensorflow as tf
 
     import bpsx.tensorflow as bps
-    from bpsx.tensorflow import library
+    from bpsx.tensorflow import op_library
 
 WORKERS = 2
 SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (7,), (2, 3, 5), (3, 0, 2), (300_000,)]
@@ -272,9 +272,9 @@ def job_refused() -> Any:
         lambda: bps.DistributedGradientTape(tf.GradientTape(), compression_params={"compressor": "zip"}),
     ]
     told = [error_of(call) for call in calls]
-    raw = [lambda: library.broadcast([tf.ones(2)], ["raw"], -1),
-           lambda: library.push_pull([tf.ones(2)], tf.constant([], tf.float64), ["raw"], [0], False),
-           lambda: library.push_pull([tf.ones(2)], -1.0, ["raw", "two"], [0, 0], False)]
+    raw = [lambda: op_library.broadcast([tf.ones(2)], ["raw"], -1),
+           lambda: op_library.push_pull([tf.ones(2)], tf.constant([], tf.float64), ["raw"], [0], False),
+           lambda: op_library.push_pull([tf.ones(2)], -1.0, ["raw", "two"], [0, 0], False)]
     told += [error_of(call) for call in raw]
     different = tf.function(lambda: bps.push_pull(tf.zeros(3 + rank), name="different"))
     told += [error_of(lambda: bps.push_pull(tf.zeros(3 + rank), name="shape")), error_of(different)]
@@ -315,10 +315,10 @@ def job_unknown_callbacks() -> Any:
     _ops.distrust(True)
     told = [error_of(lambda: bps.push_pull(1.0, name="distrusted"))]
     with contextlib.suppress(ImportError):
-        library.check_callbacks()
+        op_library.check_callbacks()
         told.append("loaded")
     _ops.distrust(False)
-    library.check_callbacks()
+    op_library.check_callbacks()
     return told, float(bps.push_pull(1.0, op=bps.Sum, name="trusted"))
 
 

@@ -10,7 +10,7 @@ import pytest
 from tensorflow_job import WORKER, Finished, each, run_job
 from tensorflow_models import data, joined, loss_of, mlp, whole
 
-from bpsx.api import session
+from bpsx.api.verbs import session
 from bpsx.errors import ConfigError
 
 if WORKER:

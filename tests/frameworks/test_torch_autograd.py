@@ -105,9 +105,9 @@ def job_all_gather() -> Any:
 
 def job_shapes_stay_few() -> Any:
     """However the numbers of rows change, a name gets to mean few shapes: declarations are never forgotten."""
-    from bpsx import _adapter
+    from bpsx.plugin import adapter
 
-    declared = _adapter.session()._declared     # no public way to count them
+    declared = adapter.session()._declared     # no public way to count them
     before = len(declared)
     for n in range(1, 60):
         assert len(bps.all_gather(torch.zeros(n + bps.rank(), 2), name="few")) == sum(n + r for r in range(bps.size()))

@@ -22,8 +22,8 @@ from torch_models import Counting
 
 import bpsx.torch as bps
 import bpsx.torch.cross_barrier as upstream
-from bpsx import _adapter
 from bpsx.errors import BpsxError, ConfigError
+from bpsx.plugin import adapter
 from bpsx.torch.cross_barrier import CrossBarrier
 from torch_release import GRADIENTS_ARE_HELD, HAS_FUSED, HAS_GRAD_SCALER, needs_grad_scaler
 
@@ -485,7 +485,7 @@ def test_a_dead_worker_is_an_exception_in_the_forward_pass_that_waits(tmp_path: 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_one_worker_and_asynchronous_training(monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
     config = SimpleNamespace(asynchronous=asynchronous, distributed=False)
-    monkeypatch.setattr(_adapter, "session", lambda: SimpleNamespace(config=config, rank=0, size=1))
+    monkeypatch.setattr(adapter, "session", lambda: SimpleNamespace(config=config, rank=0, size=1))
     monkeypatch.setattr(bps, "rank", lambda: 0)
     if asynchronous:
         with pytest.raises(ConfigError, match="BYTEPS_ENABLE_ASYNC"):

@@ -44,7 +44,7 @@ def job_hook() -> Any:
 
 def job_hook_moves_gradients() -> Any:
     """It is bpsx that moves the gradients: its counters show their bytes."""
-    from bpsx.api import session
+    from bpsx.api.verbs import session
 
     with group("gloo") as (rank, size):
         model = DDP(tanh_model(), bucket_cap_mb=SMALL)

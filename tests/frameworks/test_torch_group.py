@@ -15,9 +15,9 @@ import torch.distributed._functional_collectives as functional_collectives
 from torch_job import run_job
 
 import bpsx.torch as bps
-from bpsx import _adapter
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError
+from bpsx.plugin import adapter
 from torch_release import UINT16
 
 DTYPES = [getattr(torch, name) for name in BY_NAME] + [torch.int16, torch.bool, torch.complex64, torch.complex128]
@@ -208,7 +208,7 @@ def job_objects() -> Any:
     mine = [None]
     dist.scatter_object_list(mine, [f"for {r}" for r in range(size)] if rank == 0 else None, src=0)
     found.check("scatter_object_list", mine, [f"for {rank}"])
-    known = _adapter.session()._declared     # no public way to count them
+    known = adapter.session()._declared     # no public way to count them
     before, gathered = len(known), [None] * size
     for n in range(1, 100):
         dist.all_gather_object(gathered, "x" * (n + rank))

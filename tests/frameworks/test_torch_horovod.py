@@ -16,7 +16,8 @@ from torch import nn
 from torch_job import Finished, run_job
 
 import bpsx.torch.horovod as hvd
-from bpsx import ConfigError, _adapter
+from bpsx import ConfigError
+from bpsx.plugin import adapter
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:.*average is deprecated")]
 OPS = {"Average": np.mean, "Sum": np.sum, "Min": np.min, "Max": np.max, "Product": np.prod}
@@ -86,7 +87,7 @@ def job_unnamed() -> Any:
         hvd.alltoall(mine(hvd.size() + step % 3)[step % 3:])
         return [hvd.synchronize(h) for h in reversed(handles)][::-1]
 
-    known = _adapter.session()._declared
+    known = adapter.session()._declared
     rounds, declared = [], []
     for step in range(12):
         rounds.append(round_of_calls(step))

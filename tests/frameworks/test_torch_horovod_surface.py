@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 import bpsx.torch.horovod as hvd
-from bpsx import BpsxError, ConfigError, _adapter, api
+from bpsx import BpsxError, ConfigError
+from bpsx.api import verbs as verbs_module
 from bpsx.dtypes import UnsupportedDType
+from bpsx.plugin import adapter
 from bpsx.torch import UnsupportedTensor
 
 Refusal = tuple[Callable[[], object], type[Exception], str]
@@ -110,8 +112,8 @@ class Session(SimpleNamespace):
 def alone(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Worker 0 of two, who cannot send anything."""
     session = Session(config=SimpleNamespace(asynchronous=False), size=2, rank=0)
-    monkeypatch.setattr(_adapter, "session", lambda: session)
-    monkeypatch.setattr(api, "session", lambda: session)
+    monkeypatch.setattr(adapter, "session", lambda: session)
+    monkeypatch.setattr(verbs_module, "session", lambda: session)
     monkeypatch.setattr("bpsx.torch.init", lambda: None)
     return session
 

@@ -35,7 +35,7 @@ PLACES = """
     import torch
     import bpsx
     import bpsx.torch as bps
-    from bpsx.api import session
+    from bpsx.api.verbs import session
 
     def say(word, value):
         sys.stdout.write(f"{word} {json.dumps(value)}\\n")      # at once: torchrun's workers share a pipe
@@ -69,8 +69,8 @@ DYING = """
         signal.pause()
 
     if sys.argv[1] == "before" and os.environ["RANK"] == "1":
-        import bpsx.api
-        bpsx.api.begin = pause      # where it would join the job for which the scheduler has been started
+        import bpsx.api.verbs
+        bpsx.api.verbs.begin = pause      # where it would join the job for which the scheduler has been started
     bps.init()
     bps.push_pull(torch.ones(2))
     print("READY", flush=True)

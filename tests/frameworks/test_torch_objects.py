@@ -168,7 +168,7 @@ WITHOUT = """
     sys.path[:0] = FOLDERS
     import test_torch_objects as t
     import bpsx.torch as bps
-    from bpsx import _adapter
+    from bpsx.plugin import adapter
     bps.init()
     rank = bps.rank()
     assert t.job_plain()
@@ -176,7 +176,7 @@ WITHOUT = """
             t.error_of(lambda: bps.broadcast_object({"a": [t.Colour.RED]} if rank == 1 else 1, 1)),
             t.error_of(lambda: bps.all_gather_object(t.Point(1, 2) if rank == 0 else 1))])
     # A sender that pickles all the same, without a proof: nobody unpickles it.
-    from bpsx import objects
+    from bpsx.plugin import objects
     if rank == 0:
         objects._pack = lambda obj, *rest: b"p" + bytes(32) + objects.pickle.dumps(obj)
         bps.broadcast_object(t.Bomb(BOMB))
@@ -203,7 +203,7 @@ def test_what_is_not_proven_is_not_unpickled(tmp_path: Any, secret: str) -> None
 
 
 def job_replayed() -> Any:
-    from bpsx import objects
+    from bpsx.plugin import objects
 
     sent: list[bytes] = []
     pack = objects._pack

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from torch_job import Finished, each, run_job
 
 import bpsx.torch as bps
-from bpsx import _adapter
 from bpsx.errors import BpsxError, ConfigError
+from bpsx.plugin import adapter
 from bpsx.torch.parallel import DistributedDataParallel
 
 STEPS, BATCH = 6, 4     # BATCH: of one worker
@@ -486,7 +486,7 @@ def test_a_dead_worker_is_an_exception_in_backward(tmp_path: Path) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_one_worker_needs_nobody_and_asynchronous_training_is_refused(monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
     config = SimpleNamespace(asynchronous=asynchronous, distributed=False)
-    monkeypatch.setattr(_adapter, "session", lambda: SimpleNamespace(config=config, rank=0, size=1))
+    monkeypatch.setattr(adapter, "session", lambda: SimpleNamespace(config=config, rank=0, size=1))
     monkeypatch.setattr(bps, "rank", lambda: 0)
     if asynchronous:
         with pytest.raises(ConfigError, match="BYTEPS_ENABLE_ASYNC"):

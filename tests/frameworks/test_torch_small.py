@@ -14,7 +14,7 @@ from torch import nn
 from torch_job import Finished, run_job
 
 import bpsx.torch as bps
-from bpsx import _adapter
+from bpsx.plugin import adapter
 
 TENSORS, ELEMENTS, STEPS = 200, 4, 6
 
@@ -40,13 +40,13 @@ def optimizer_for(model: nn.Module, what: str) -> Any:
 def calls_of_push_pull() -> list[str]:
     """The names that go the long way from now on."""
     found: list[str] = []
-    original = _adapter.Session.push_pull
+    original = adapter.Session.push_pull
 
     def noted(self: Any, name: str, *args: Any, **more: Any) -> Any:
         found.append(name)
         return original(self, name, *args, **more)
 
-    _adapter.Session.push_pull = noted      # type: ignore[method-assign]
+    adapter.Session.push_pull = noted      # type: ignore[method-assign]
     return found
 
 

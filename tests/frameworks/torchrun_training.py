@@ -55,7 +55,7 @@ def fail(step: int, rank: int) -> None:
 @record
 def main() -> None:
     import bpsx.torch as bps
-    from bpsx.api import session
+    from bpsx.api.verbs import session
 
     torch.set_num_threads(1)
     dist.init_process_group("bpsx")

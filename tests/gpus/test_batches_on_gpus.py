@@ -11,11 +11,11 @@ from gpus.machines import SHAPES, gpu_run, run
 DTYPES = ["bfloat16", "float32", "int64"]
 
 BATCH = """
-from bpsx._adapter import Item
+from bpsx.plugin.adapter import Item
 
 def begin(arrays, average=False, stream=None):
     items, on = [Item(name, view(a)) for name, a in arrays.items()], main if stream is None else stream
-    api.session().push_pull_all(items, 0, lambda: main, on, average=average)
+    verbs.session().push_pull_all(items, 0, lambda: main, on, average=average)
     return [item.begun for item in items]
 """
 
@@ -59,7 +59,7 @@ def test_averages_of_integers_that_are_added_in_groups(pretend: Path) -> None:
         bpsx.init()
         r, n = bpsx.rank(), bpsx.size()
         push_pull("first", PretendArray(np.ones(10, np.float32), main)).wait(20)
-        gpu = api.session().devices._gpu
+        gpu = verbs.session().devices._gpu
         for code, name in ((7, "int32"), (8, "int64")):
             gpu.take_divider(code, cuda.kernel(f"pretend_divide_{name}"), 64)
         for step in range(3):
@@ -113,7 +113,7 @@ def test_nothing_begins_on_a_stream_that_is_captured(pretend: Path) -> None:
             cuda.capture(main)
             assert "'a': its stream is being captured into a CUDA graph" in refused(lambda: begin(arrays))
             cuda.capture(main, False)
-            assert api.session()._core.outstanding == 0
+            assert verbs.session()._core.outstanding == 0
             [h.wait(20) for h in begin(arrays)]
         bpsx.shutdown()
     """, pretend, 1, 2, 0)

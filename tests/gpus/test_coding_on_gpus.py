@@ -37,7 +37,7 @@ WORKER = """
             else:
                 out = bpsx.push_pull(g, name, **rate)
             report([name, step, out.astype(float).tolist()])
-    assert (os.environ["WHERE"] == "gpu" and bool(bpsx.api.session().compressing._gpu_kernels._room[0])) == (os.environ["CODES"] == "1")
+    assert (os.environ["WHERE"] == "gpu" and bool(bpsx.api.verbs.session().compressing._gpu_kernels._room[0])) == (os.environ["CODES"] == "1")
     bpsx.shutdown()
 """
 

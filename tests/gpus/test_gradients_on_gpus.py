@@ -12,8 +12,9 @@ TORCH = """
 import contextlib
 import torch
 import bpsx.torch as bps
-from bpsx._adapter import TensorView
-from bpsx.torch import _gradients, batch, exchange, ops
+from bpsx.plugin.adapter import TensorView
+from bpsx.torch import _gradients, exchange, ops
+from bpsx.torch import bucket
 from bpsx.errors import ConfigError
 
 known = {}
@@ -43,7 +44,7 @@ def synchronous(plain):         # what PyTorch does next, to free the memory too
         plain(self, managed)
     return call
 
-view_at, batch.submit = ops.view_at, alone
+view_at, bucket.submit = ops.view_at, alone
 for name in ("_receive", "_discard"):
     setattr(exchange.Exchange, name, synchronous(getattr(exchange.Exchange, name)))
 settle, settled = exchange._settling.settle, []
@@ -54,11 +55,11 @@ def settle_and_wait(managed):
     return rest
 exchange._settling.settle = settle_and_wait
 stream, asked = [main], []
-begin = batch._adapter.Session.push_pull_all
+begin = bucket._adapter.Session.push_pull_all
 def counted(self, items, *more, **options):
     asked.append([item.name for item in items])
     return begin(self, items, *more, **options)
-batch._adapter.Session.push_pull_all = counted
+bucket._adapter.Session.push_pull_all = counted
 
 class Net(torch.nn.Module):
     def __init__(self, n=7, size=5000):
@@ -68,7 +69,7 @@ class Net(torch.nn.Module):
         return sum((p * value * (i + 1)).sum() for i, p in enumerate(self.layers) if i not in skip)
 
 def Parameter(name):            # what a batch needs of one
-    return _gradients.Managed(name, torch.nn.Parameter(torch.zeros(1)), batch.Named(name, name, 0), 1)
+    return _gradients.Managed(name, torch.nn.Parameter(torch.zeros(1)), bucket.Named(name, name, 0), 1)
 
 def optimizer(net, **options):
     return bps.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters(), **options)
@@ -97,7 +98,7 @@ WITHOUT_TABLE = TORCH.replace("import torch\n", "import torch\ntorch.Tensor.__dl
 def test_gradients_go_together(shape: str, most: int, batches: int, names: str, pretend: Path) -> None:
     """All of a step in one batch without servers, and by partitions with them; what is summed is right all the same."""
     run(names, f"""
-        assert api.session().devices.batch_bytes == {most}
+        assert verbs.session().devices.batch_bytes == {most}
         net = Net()
         opt = optimizer(net)
         for step in range(4):
@@ -233,7 +234,7 @@ def test_a_gradient_that_goes_alone_does_so_on_the_stream_that_made_it(default: 
             def noted(*arguments, **options):
                 alone_on.append(stream[0])
                 return alone(*arguments, **options)
-            batch.submit = noted
+            bucket.submit = noted
             hooks = [net.layers[3].register_post_accumulate_grad_hook(h) for h in (keep, turn)]
             net(r + 1.0).backward()
             for hook in hooks:
@@ -267,7 +268,7 @@ def test_two_optimizers_of_one_parameter_both_sum_what_backward_made(pretend: Pa
 def test_what_has_come_has_come_whatever_becomes_of_its_groups_last(pretend: Path) -> None:
     """A group's sums share an event, which is the next one's once the last of them is let go."""
     run(TORCH, """
-        together = batch.batch_of(False)
+        together = bucket.batch_of(False)
         parameters, stay = [Parameter(str(i)) for i in range(8)], []
         def send():
             for p in parameters:
@@ -281,7 +282,7 @@ def test_what_has_come_has_come_whatever_becomes_of_its_groups_last(pretend: Pat
             stay.append(parameters[0].pushed)
             for p in parameters:
                 p.pushed = None
-            api.session()._core.reap()
+            verbs.session()._core.reap()
             with held(main):
                 send()
                 assert all(pushed.done() for pushed in stay)
@@ -295,7 +296,7 @@ def test_what_has_come_has_come_whatever_becomes_of_its_groups_last(pretend: Pat
 def test_a_gradient_of_two_parameters_is_summed_for_each(pretend: Path) -> None:
     """It is one tensor; both sums are of what it was, and not the one of the other."""
     run(TORCH, """
-        together, one, both = batch.batch_of(False), torch.full((5000,), r + 1.0), [Parameter("a"), Parameter("b")]
+        together, one, both = bucket.batch_of(False), torch.full((5000,), r + 1.0), [Parameter("a"), Parameter("b")]
         with held(main):
             for p in both:
                 together.add(p, one)
@@ -310,7 +311,7 @@ def test_a_gradient_of_two_parameters_is_summed_for_each(pretend: Path) -> None:
 def test_memory_lives_until_the_sum_has_come_whoever_has_let_go(pretend: Path) -> None:
     run(TORCH, """
         import gc
-        together, expired = batch.batch_of(False), torch.UntypedStorage._expired
+        together, expired = bucket.batch_of(False), torch.UntypedStorage._expired
         first = Parameter("a")
         together.add(first, torch.full((5000,), r + 1.0))       # from then on it begins with others
         first.pushed.wait()
@@ -321,10 +322,10 @@ def test_memory_lives_until_the_sum_has_come_whoever_has_let_go(pretend: Path) -
             memory = gradient.untyped_storage()._weak_ref()
             del p, gradient
             gc.collect()
-            api.session()._core.reap()
+            verbs.session()._core.reap()
             assert not expired(memory)
         cuda.sync(main)
-        until(lambda: (api.session()._core.reap(), expired(memory))[1])
+        until(lambda: (verbs.session()._core.reap(), expired(memory))[1])
         bps.shutdown()
     """, pretend, *SHAPES["alone"])
 

@@ -49,7 +49,7 @@ def test_who_joins_before_its_first_tensor_is_told_of(pretend: Path) -> None:
         x = PretendArray(np.ones(1000, np.float32), main)
         bpsx.join()
         if bpsx.rank() == 0:    # as if it had not heard yet that all have joined: the other, who has, waits
-            api.session()._near.machine.put_notice(b'{"rests": 0}')
+            verbs.session()._near.machine.put_notice(b'{"rests": 0}')
             bpsx.push_pull(np.ones(1), "begun")
             push_pull("x", x).wait(20)
         else:

@@ -22,7 +22,7 @@ for step in range(4):
         handle.wait(60)
     for parts, array in zip(drawn, arrays):
         assert near(array.get(), parts, False), step
-endpoint = api.session()._endpoint
+endpoint = verbs.session()._endpoint
 report(getattr(endpoint, "copied", 0))
 bpsx.shutdown()
 assert not cuda.alive("pinned") and not cuda.alive("registered")

@@ -28,13 +28,13 @@ def test_what_a_script_does_wrong_is_refused_by_name(pretend: Path) -> None:
         push_pull("x", x, stream=second).wait(20)       # another one may be captured meanwhile
         where = [second]
         moving = view(x)._replace(streams=lambda: where[0])
-        handle = api.session().push_pull("x", moving, moving, average=False)
+        handle = verbs.session().push_pull("x", moving, moving, average=False)
         where[0] = main
         assert "is waited for on a stream that is being captured into a CUDA graph" in ask(handle)
         where[0] = second
         handle.wait(20)
         cuda.capture(main, False)
-        text = refused(lambda: api.session().push_pull("two", view(x, gpu=1), view(x, gpu=1), average=False))
+        text = refused(lambda: verbs.session().push_pull("two", view(x, gpu=1), view(x, gpu=1), average=False))
         assert text.startswith("ConfigError: 'two'") and "GPU 1" in text and "GPU 0" in text, text
         for pair in ((x, y), (y, x)):
             text = refused(lambda: push_pull("apart", *pair))
@@ -114,15 +114,15 @@ def test_one_gpu_needs_no_cupy_and_none_at_all_no_driver(pretend: Path) -> None:
     gpu_run(source, pretend, 1, 2, 1, env={"PYTHONPATH": WITHOUT_CUPY, "BPSX_LOCAL_REDUCE": 0})
     with Job("""
         import bpsx, numpy as np
-        from bpsx import api
-        from bpsx._adapter import TensorView
+        from bpsx.api import verbs
+        from bpsx.plugin.adapter import TensorView
         bpsx.init()
         x = np.ones(1000, np.float32)
         assert (bpsx.push_pull(x, "x", average=False) == 2).all()
         assert "bpsx.local._cuda" not in sys.modules
         view = TensorView(x.ctypes.data, x.nbytes, "float32", x.shape, x, 0, lambda: 0)
         try:
-            api.session().push_pull("y", view, view, average=False)
+            verbs.session().push_pull("y", view, view, average=False)
         except bpsx.ConfigError as e:
             report(str(e))
         bpsx.push_pull(x, "x")

@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 import bpsx
-from bpsx import api
-from bpsx._adapter import TensorView
-from bpsx._handle import Handle
+from bpsx.api import verbs
+from bpsx.core._handle import Handle
+from bpsx.plugin.adapter import TensorView
 from gpus.pretend.driver import Driver, driver
 from gpus.pretend.memory import PretendArray
 
-__all__ = ["PretendArray", "api", "ask", "average_of", "bpsx", "broadcast", "cuda", "draw", "held", "main", "near", "np", "push_pull", "reference",
-           "refused", "until", "view"]
+__all__ = ["PretendArray", "ask", "average_of", "bpsx", "broadcast", "cuda", "draw", "held", "main", "near", "np", "push_pull", "reference",
+           "refused", "until", "verbs", "view"]
 
 cuda: Driver = driver()
 cuda.enter()
@@ -41,11 +41,11 @@ def host_view(array: npt.NDArray[Any]) -> TensorView:
 def push_pull(name: str, source: Any, target: Any = None, *, average: bool = False, priority: int = 0, stream: int | None = None) -> Handle:
     """Of arrays on the GPU or in the host's memory; in place without ``target``."""
     views = [host_view(a) if isinstance(a, np.ndarray) else view(a, stream) for a in (source, source if target is None else target)]
-    return api.session().push_pull(name, *views, average=average, priority=priority)
+    return verbs.session().push_pull(name, *views, average=average, priority=priority)
 
 
 def broadcast(name: str, array: Any, root: int, stream: int | None = None) -> Handle:
-    return api.session().broadcast(name, host_view(array) if isinstance(array, np.ndarray) else view(array, stream), root)
+    return verbs.session().broadcast(name, host_view(array) if isinstance(array, np.ndarray) else view(array, stream), root)
 
 
 def draw(dtype: str, n: int, rank: int, seed: int) -> npt.NDArray[Any]:

@@ -22,7 +22,7 @@ _SUITES = ["tests/conformance/test_transports.py", "tests/conformance/test_lent_
 # What these suites push.
 _COMPILE = """
 from bpsx import kernels
-from bpsx.compression import compression, make
+from bpsx.compression.spec import compression, make
 from bpsx.dtypes import BY_NAME
 for name in ("float32", "float16"):
     kernels.load(BY_NAME[name].code)
@@ -49,7 +49,8 @@ def test_the_suites_that_need_an_adapter_pass() -> None:
 
 def test_a_machine_without_an_adapter() -> None:
     """Whose kernel knows RDMA."""
-    done = in_machine("-c", "from bpsx.transports.rdma import RdmaEndpoint; RdmaEndpoint(heartbeat_interval=5, heartbeat_timeout=30)", device=False)
+    done = in_machine("-c", "from bpsx.transports.rdma.endpoint import RdmaEndpoint\n"
+                      "RdmaEndpoint(heartbeat_interval=5, heartbeat_timeout=30)", device=False)
     assert done.status == 1 and "TransportError: there is no RDMA adapter on this machine" in done.output, done.output
 
 

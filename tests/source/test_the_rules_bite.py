@@ -9,9 +9,10 @@ from source.places import imports
 from source.test_rules import functions
 
 PYTHON = """
-import os, bpsx.api
-from bpsx import errors, session as s
-from bpsx.core import sync
+import os, bpsx.api.verbs
+from bpsx import errors
+from bpsx.session import session as s
+from bpsx.system import sync
 if True:
     from bpsx.torch.ops import submit
 from . import hub
@@ -21,28 +22,28 @@ from ..transports import base
 """
 CYTHON = """
 from libc.string cimport memcpy
-cimport bpsx.core.sync
+cimport bpsx.system.sync
 from bpsx.core.queue cimport heap_push, heap_pop
 from bpsx.core.state cimport (
     Core,
 )
 from bpsx import errors
 import bpsx.config
-# from bpsx.session import Session
+# from bpsx.session.session import Session
 """
 
 
 @pytest.mark.parametrize(("name", "text", "found"), [
-    ("client.py", PYTHON, {"bpsx.api", "bpsx.errors", "bpsx.session", "bpsx.core.sync", "bpsx.torch.ops", "bpsx.rendezvous.hub",
-                           "bpsx.rendezvous.messages", "bpsx.placement", "bpsx.transports"}),
-    ("x.pyx", CYTHON, {"bpsx.core.sync", "bpsx.core.queue", "bpsx.core.state", "bpsx.errors", "bpsx.config"}),
+    ("client.py", PYTHON, {"bpsx.api.verbs", "bpsx.errors", "bpsx.session", "bpsx.system.sync", "bpsx.torch.ops", "bpsx.scheduler.hub",
+                           "bpsx.scheduler.messages", "bpsx.placement", "bpsx.transports"}),
+    ("x.pyx", CYTHON, {"bpsx.system.sync", "bpsx.core.queue", "bpsx.core.state", "bpsx.errors", "bpsx.config"}),
 ])
 def test_every_kind_of_import_is_seen(tmp_path, monkeypatch, name, text, found):
-    path = tmp_path / "src" / "bpsx" / "rendezvous" / name
+    path = tmp_path / "src" / "bpsx" / "scheduler" / name
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    (tmp_path / "src" / "bpsx" / "core").mkdir()
-    (tmp_path / "src" / "bpsx" / "core" / "sync.pxd").touch()
+    (tmp_path / "src" / "bpsx" / "system").mkdir()
+    (tmp_path / "src" / "bpsx" / "system" / "sync.pxd").touch()
     monkeypatch.setattr(places, "ROOT", tmp_path)
     assert set(imports(path)) == found
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from bpsx.config import Config
 from bpsx.config.fingerprint import fingerprint
-from bpsx.rendezvous.membership import Membership
-from bpsx.rendezvous.messages import PROTOCOL
+from bpsx.scheduler.membership import Membership
+from bpsx.scheduler.messages import PROTOCOL
 
 
 def config(workers: int, servers: int, **changes) -> dict:

@@ -6,8 +6,8 @@ import pytest
 
 from bpsx.config import Config
 from bpsx.errors import ConfigError
-from bpsx.host import own_host
-from bpsx.transports.address import interface_address, is_here, is_ipv6, is_loopback, join_host_port, own_address_towards, resolve, tcp_url
+from bpsx.system.address import interface_address, is_here, is_ipv6, is_loopback, join_host_port, own_address_towards, resolve, tcp_url
+from bpsx.system.host import own_host
 
 
 def test_spelling():

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import bpsx
-from bpsx import api
-from bpsx.arguments import checked_root, integer
+from bpsx.api import verbs
+from bpsx.api.arguments import checked_root, integer
 from bpsx.config import Config
 from bpsx.errors import ConfigError
-from bpsx.session import Session
+from bpsx.session.session import Session
 
 ARRAY = np.ones(3, np.float32)
 
@@ -21,7 +21,7 @@ ARRAY = np.ones(3, np.float32)
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     ours = Session(Config(role="worker", num_worker=1, num_server=0))
-    monkeypatch.setattr(api, "session", lambda: ours)
+    monkeypatch.setattr(verbs, "session", lambda: ours)
     yield ours
     ours.close()
 

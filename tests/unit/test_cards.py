@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from networks import BERT_LARGE, GPT2, MODELS, RESNET50, VGG16
 
-from bpsx.cards import Machine, level, load, shares_by_host
-from bpsx.placement import Placement
+from bpsx.planning.load_balance import Machine, level, load, shares_by_host
+from bpsx.planning.placement import Placement
 
 BOTH, SERVER = Machine(1, (1.0,)), Machine(0, (1.0,))
 
@@ -86,7 +86,7 @@ def test_no_server_has_more_than_1_03_of_its_share(model, order, weights):
 
 @pytest.mark.parametrize("nbytes", [1024 * 65536, 1024 * 32768, 1024 * 32768 - 1])
 def test_a_tensor_that_is_cut_finer_has_no_more_partitions_than_keys(monkeypatch, nbytes):
-    monkeypatch.setattr("bpsx.placement.PARTS_PER_TENSOR", 1024)
+    monkeypatch.setattr("bpsx.planning.placement.PARTS_PER_TENSOR", 1024)
     placement = Placement([1] * 31, shares=[i / 496 for i in range(1, 32)], partition_bytes=65536)
     places = placement.place(3, nbytes)
     assert sum(place.length for place in places) == nbytes and places[-1].key < 4 * 1024

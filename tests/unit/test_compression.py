@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import bpsx.compression
-from bpsx.choices import choose
-from bpsx.compressing import Compressing
-from bpsx.compression import NONE, Compression, Momentum, check_fits, compression, effective, make, mix, parse, stream
+import bpsx.compression.spec
+from bpsx.compression.manager import Compressing
+from bpsx.compression.spec import NONE, Compression, Momentum, check_fits, compression, effective, make, mix, parse, stream
 from bpsx.config import Config
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import ConfigError
 from bpsx.kernels.codecs import codec
-from bpsx.neighbourhood import Neighbourhood
+from bpsx.local.group import Neighbourhood
+from bpsx.plugin.compression_params import choose
 from unit.codec_tools import Coder
 
 GOOD: list[dict[str, Any]] = [
@@ -103,7 +103,7 @@ def test_what_is_refused_is_named_with_what_is_allowed(params: Any, named: list[
 def test_options_of_another_compressor_are_ignored_as_in_byteps(
     params: dict[str, Any], plain: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bpsx.compression, "_told", set())
+    monkeypatch.setattr(bpsx.compression.spec, "_told", set())
     strange = {key for key, value in params.items() if value and key not in plain}
     for _ in range(2):
         assert compression(params) == compression(plain)

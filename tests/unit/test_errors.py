@@ -9,7 +9,7 @@ import re
 import pytest
 
 from bpsx import errors
-from bpsx.compression import Compression
+from bpsx.compression.spec import Compression
 from source.places import SOURCE
 from unit.scheduler_tools import declare, running, waiting
 

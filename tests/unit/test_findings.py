@@ -8,9 +8,9 @@ import threading
 import pytest
 
 from bpsx.config import OPTIONS, Config
-from bpsx.launch import doctor, findings
-from bpsx.launch.findings import Report
-from bpsx.rendezvous.hub import Hub
+from bpsx.launch import checks, doctor
+from bpsx.launch.checks import Report
+from bpsx.scheduler.hub import Hub
 
 
 @pytest.fixture(autouse=True)
@@ -23,8 +23,8 @@ def examine(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> Rep
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     report = Report()
-    findings.network(report, findings.options(report))
-    findings.folders(report)
+    checks.network(report, checks.options(report))
+    checks.folders(report)
     return report
 
 
@@ -76,7 +76,7 @@ def test_numbers_and_booleans_are_such(monkeypatch: pytest.MonkeyPatch) -> None:
     found = examine(monkeypatch, given).found["options"]
     assert found == {**given, "BYTEPS_TRACE_ON": True, "BYTEPS_PARTITION_BYTES": 8192, "BPSX_SPIN_US": 1.5}
     report = Report()
-    findings.limits(report)
+    checks.limits(report)
     assert all(isinstance(value, int) or value == "unlimited" for value in report.found["limits"].values()), report.found
 
 
@@ -97,14 +97,14 @@ def test_all_bad_variables_are_named(monkeypatch: pytest.MonkeyPatch, environmen
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     report = Report()
-    findings.options(report)
+    checks.options(report)
     assert len(report.problems) == len(said) and all(p.startswith(s) for p, s in zip(report.problems, said)), report.problems
 
 
 def test_a_package_that_is_not_there_and_one_without_version() -> None:
-    assert findings._version("no_such_package_of_anybody") == ""
-    assert findings._version("json") == "of unknown version"
-    assert findings._version("numpy")
+    assert checks._version("no_such_package_of_anybody") == ""
+    assert checks._version("json") == "of unknown version"
+    assert checks._version("numpy")
 
 
 @pytest.mark.parametrize(("status", "out", "err", "said"), [
@@ -135,7 +135,7 @@ def test_shared_memory_that_nothing_needs_is_no_hint(monkeypatch: pytest.MonkeyP
     full = os.statvfs_result((4096, 4096, 16, 0, 0, 1, 1, 1, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: full)
     report = Report()
-    findings.limits(report)
+    checks.limits(report)
     assert report.found["limits"]["/dev/shm, MiB free"] == 0
     assert not any("shm" in hint for hint in report.hints)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bpsx.errors import TransportError
-from bpsx.transports import gids
+from bpsx.transports.rdma import gid as gids
 
 ZERO = "0000:0000:0000:0000:0000:0000:0000:0000"
 LINK_LOCAL = "fe80:0000:0000:0000:0211:22ff:fe33:4455"

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bpsx.errors import ConfigError
-from bpsx.launch.far import new_marker
-from bpsx.launch.hosts import Host, Remote, assignment, read
-from bpsx.launch.output import Announcer, Prefixer
+from bpsx.launch.output_mux import Announcer, Prefixer
+from bpsx.launch.ssh.client import new_marker
+from bpsx.launch.ssh.hostfile import Host, Remote, assignment, read
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_the_ssh_command(write, monkeypatch: pytest.MonkeyPatch) -> None:
     assert server[:3] == worker[:3] == ("ssh", "-F", "my file")
     assert "BatchMode=yes" in server and not any("StrictHostKeyChecking" in word for word in server)
     assert server[-5:-1] == ("-p", "2022", "--", "me@n0") and worker[-7:-1] == ("-p", "22022", "-l", "you", "--", "n1")
-    assert shlex.split(server[-1]) == ["env", "PYTHONPATH=/a b", "/opt/python 3", "-P", "-m", "bpsx.launch.remote"]
+    assert shlex.split(server[-1]) == ["env", "PYTHONPATH=/a b", "/opt/python 3", "-P", "-m", "bpsx.launch.ssh.agent"]
     assert job._process("w", "worker", 0, Host("n1", 0, ""), 1).name == "w"
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpsx.joining import Joining
-from bpsx.rendezvous.joins import Joins
-from bpsx.rendezvous.membership import Membership
+from bpsx.scheduler.join_barrier import Joins
+from bpsx.scheduler.membership import Membership
+from bpsx.session.join import Joining
 from unit.scheduler_tools import config, hello, kinds, members, running, waiting
 
 

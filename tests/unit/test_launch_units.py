@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bpsx.errors import ConfigError
+from bpsx.launch.cli import split
 from bpsx.launch.local import Ending
-from bpsx.launch.options import split
-from bpsx.launch.output import Prefixer, Sink, is_live, label
+from bpsx.launch.output_mux import Prefixer, Sink, is_live, label
 from bpsx.launch.roles import Plan, overlooked
 
 

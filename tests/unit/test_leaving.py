@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 
-from bpsx import api
+from bpsx.api import verbs
 
 
-@pytest.mark.parametrize("leave", [api.shutdown, api.suspend])
+@pytest.mark.parametrize("leave", [verbs.shutdown, verbs.suspend])
 def test_what_the_engine_was_waited_for_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch, leave: Any) -> None:
     """An engine that never ends: its wait is over at once, and the clock has gone on by 2 seconds each time."""
     clock, closed = iter(range(0, 1000, 2)), []
     session = SimpleNamespace(config=SimpleNamespace(shutdown_timeout=5.0), failure="", told=True, order={}, local_rank=0, local_size=1,
                               compressing=SimpleNamespace(remembered=dict), close=lambda waited: closed.append(waited))
-    monkeypatch.setattr(api, "_session", session)
-    monkeypatch.setattr(api, "_owner_pid", os.getpid())
-    monkeypatch.setattr(api, "_engines", [lambda seconds: 1])
-    monkeypatch.setattr(api, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
-    monkeypatch.setattr(api, "_order", api._order)
-    monkeypatch.setattr(api, "_remembered", api._remembered)
-    monkeypatch.setattr(api, "_suspended", None)
+    monkeypatch.setattr(verbs, "_session", session)
+    monkeypatch.setattr(verbs, "_owner_pid", os.getpid())
+    monkeypatch.setattr(verbs, "_engines", [lambda seconds: 1])
+    monkeypatch.setattr(verbs, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    monkeypatch.setattr(verbs, "_order", verbs._order)
+    monkeypatch.setattr(verbs, "_remembered", verbs._remembered)
+    monkeypatch.setattr(verbs, "_suspended", None)
     leave()
-    assert closed == [8.0] and not api.initialised()
+    assert closed == [8.0] and not verbs.initialised()

@@ -9,9 +9,9 @@ import zmq
 
 from bpsx.config import Config
 from bpsx.errors import RendezvousError
-from bpsx.rendezvous import messages
-from bpsx.rendezvous.client import Link
-from bpsx.rendezvous.sockets import open_socket
+from bpsx.scheduler import messages
+from bpsx.scheduler.client import Link
+from bpsx.scheduler.sockets import open_socket
 
 
 def test_a_link_that_breaks_right_after_the_welcome_is_an_error_before_anything_waits():

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpsx.rendezvous import messages
-from bpsx.rendezvous.membership import Membership, names
+from bpsx.scheduler import messages
+from bpsx.scheduler.membership import Membership, names
 from unit.scheduler_tools import config, declare, hello, kinds, members, running, waiting
 
 NODES = {"w0": ("worker", 0), "w1": ("worker", 1), "s0": ("server", -1), "s1": ("server", -1)}

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from bpsx.rendezvous import messages
-from bpsx.rendezvous.metrics import METRICS, exposition
-from bpsx.rendezvous.observers import LEASE, RENEW, Observers
+from bpsx.scheduler import messages
+from bpsx.scheduler.metrics import METRICS, exposition
+from bpsx.scheduler.observers import LEASE, RENEW, Observers
 from exposition import parse
 from source.places import ROOT
 from unit.scheduler_tools import running, waiting

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from networks import RESNET50
 
-from bpsx.partitioner import PAGE_BYTES, most_bytes, partition
-from bpsx.pipeline import Stage, stages_for
-from bpsx.placement import Placement, key_of
+from bpsx.planning.partitioner import PAGE_BYTES, most_bytes, partition
+from bpsx.planning.placement import Placement, key_of
+from bpsx.planning.stages import Stage, stages_for
 
 
 @given(nbytes=st.integers(0, 10**8), partition_bytes=st.integers(1, 10**7), compressed=st.booleans())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from bpsx._handle import own_pid
+from bpsx.core._handle import own_pid
 
 
 def test_a_forked_child_has_its_own() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from bpsx.rendezvous.refusals import Refusals
-from bpsx.rendezvous.sockets import REFUSED
+from bpsx.scheduler.rejections import Refusals
+from bpsx.scheduler.sockets import REFUSED
 
 
 @pytest.fixture

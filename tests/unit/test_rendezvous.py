@@ -10,11 +10,11 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpsx.placement import Placement
-from bpsx.rendezvous import messages
-from bpsx.rendezvous.hub import Hub
-from bpsx.rendezvous.messages import PROTOCOL
-from bpsx.rendezvous.registry import Registry
+from bpsx.planning.placement import Placement
+from bpsx.scheduler import messages
+from bpsx.scheduler.hub import Hub
+from bpsx.scheduler.messages import PROTOCOL
+from bpsx.scheduler.registry import Registry
 from unit.scheduler_tools import config, declare, hello, kinds, members, running, waiting
 
 # ---- joining

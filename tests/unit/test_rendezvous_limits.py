@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpsx.config import Config
-from bpsx.placement import Placement, key_of
-from bpsx.rendezvous import messages
-from bpsx.rendezvous.agreement import disagreement
+from bpsx.planning.placement import Placement, key_of
+from bpsx.scheduler import messages
+from bpsx.scheduler.compatibility import disagreement
 from unit.scheduler_tools import config, declare, hello, kinds, members, running
 
 

@@ -13,7 +13,7 @@ from zmq.utils import z85
 from bpsx import secret
 from bpsx.config import Config, cache_dir, reference
 from bpsx.errors import ConfigError
-from bpsx.host import require_trust
+from bpsx.system.host import require_trust
 
 GOOD = "correct horse battery staple"
 _PARTS = st.lists(st.one_of(st.binary(max_size=9), st.text(max_size=9), st.integers(0, 2**64 - 1)), max_size=4)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpsx.rendezvous.stall import Stalls
+from bpsx.scheduler.stall_detector import Stalls
 from unit.scheduler_tools import declare, kinds, running, waiting
 
 # ---- waiting

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bpsx import timeline
-from bpsx.clock import Clock, Estimate, offset_at
-from bpsx.pipeline import Stage
+from bpsx.planning.stages import Stage
+from bpsx.telemetry import timeline
+from bpsx.telemetry.clock_sync import Clock, Estimate, offset_at
 from source.places import SOURCE
 from traces import load, no_overlaps
 
@@ -53,7 +53,7 @@ def test_a_code_that_nobody_knows_still_makes_an_event():
 
 
 def test_codes_and_layout_are_those_of_the_core():
-    text = (SOURCE / "core" / "watch.pxd").read_text()
+    text = (SOURCE / "core" / "trace" / "recorder.pxd").read_text()
     codes = dict(re.findall(r"^ {4}(TOTAL|RECEIVE|SUM|SEND|ROUND|WINDOW|LIVE) = (\d+)", text, re.M))
     assert {n: int(v) for n, v in codes.items()} == {n: getattr(timeline, n) for n in codes} and len(codes) == 7
     struct = text[text.index("cdef struct Record"):text.index("cdef struct Block")]

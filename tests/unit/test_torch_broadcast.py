@@ -16,9 +16,9 @@ from torch import nn
 from torch_fake import FakeSession
 
 import bpsx.torch as bps
-from bpsx import _adapter
 from bpsx.errors import ConfigError, MismatchError
-from bpsx.torch.encoding import Encoder, StateError, decode
+from bpsx.plugin import adapter
+from bpsx.torch.serialization import Encoder, StateError, decode
 from torch_release import UINT16
 
 
@@ -32,7 +32,7 @@ class Pair:
 
     def run(self, verb: Any, root_argument: Any, other_argument: Any) -> None:
         for session, argument in ((self.root, root_argument), (self.other, other_argument)):
-            self._patch.setattr(_adapter, "session", lambda session=session: session)
+            self._patch.setattr(adapter, "session", lambda session=session: session)
             verb(argument, root_rank=0)
 
 
@@ -93,7 +93,7 @@ def test_wrong_parameters(pair: Pair, params: Any, message: str) -> None:
 
 
 def test_a_root_may_be_an_integer_of_any_kind(pair: Pair) -> None:
-    pair._patch.setattr(_adapter, "session", lambda: pair.root)
+    pair._patch.setattr(adapter, "session", lambda: pair.root)
     bps.broadcast_parameters({"a": torch.zeros(2)}, np.int64(0))     # type: ignore[arg-type]
     assert list(pair.root.broadcasts) == ["Parameter.a"]
 
@@ -209,7 +209,7 @@ def test_what_cannot_travel_fails_on_all_workers(pair: Pair, value: Any, message
     for run in (lambda: pair.run(bps.broadcast_optimizer_state, mine, theirs), lambda: bps.broadcast_optimizer_state(theirs, 0)):
         with pytest.raises(StateError, match=message):
             run()
-        pair._patch.setattr(_adapter, "session", lambda: pair.other)
+        pair._patch.setattr(adapter, "session", lambda: pair.other)
 
 
 def test_state_that_is_no_parameters(pair: Pair) -> None:
@@ -231,7 +231,7 @@ def test_other_optimizers_are_refused_before_anything_changes(pair: Pair, kind: 
 
 def test_a_single_worker_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = FakeSession(size=1)
-    monkeypatch.setattr(_adapter, "session", lambda: alone)
+    monkeypatch.setattr(adapter, "session", lambda: alone)
     bps.broadcast_parameters({"a": torch.zeros(2)}, 0)
     bps.broadcast_optimizer_state(torch.optim.SGD([torch.zeros(2)], lr=0.1), 0)
     assert not alone.broadcasts

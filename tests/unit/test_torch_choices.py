@@ -7,14 +7,14 @@ import torch
 from torch_fake import FakeSession, backward, network
 
 import bpsx.torch as bps
-from bpsx import _adapter
+from bpsx.plugin import adapter
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["another job", "from no job to one"])
 def test_choices_follow_into_another_job(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
     jobs = [FakeSession(distributed=not alone, size=1 if alone else 2), FakeSession()]
     now = jobs[:1]
-    monkeypatch.setattr(_adapter, "session", lambda: now[0])
+    monkeypatch.setattr(adapter, "session", lambda: now[0])
     model = network()
     params = {"0.weight": {"compressor": "topk", "k": 2}}
     optimizer = bps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), compression_params=params)

@@ -22,7 +22,7 @@ from bpsx.torch.looking import in_signal_handler
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
     session = FakeSession()
-    monkeypatch.setattr("bpsx._adapter.session", lambda: session)
+    monkeypatch.setattr("bpsx.plugin.adapter.session", lambda: session)
     return session
 
 

@@ -14,9 +14,9 @@ from torch_fake import FakeSession
 import bpsx
 import bpsx.torch as bps
 import bpsx.torch.horovod as hvd
-from bpsx import _adapter
 from bpsx.dtypes import UnsupportedDType
 from bpsx.errors import BpsxError, ConfigError, NotInitializedError
+from bpsx.plugin import adapter
 from bpsx.torch import ops
 from bpsx.torch.cross_barrier import CrossBarrier
 from bpsx.torch.parallel import DistributedDataParallel
@@ -29,7 +29,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uin
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
     session = FakeSession()
-    monkeypatch.setattr(_adapter, "session", lambda: session)
+    monkeypatch.setattr(adapter, "session", lambda: session)
     return session
 
 

@@ -12,15 +12,15 @@ from torch import nn
 from torch_fake import DATA, NAMES, FakeSession, backward, network, sgd
 
 import bpsx.torch as bps
-from bpsx import _adapter
 from bpsx.errors import ConfigError
+from bpsx.plugin import adapter
 from torch_release import GRADIENTS_ARE_HELD
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
     session = FakeSession()
-    monkeypatch.setattr(_adapter, "session", lambda: session)
+    monkeypatch.setattr(adapter, "session", lambda: session)
     return session
 
 

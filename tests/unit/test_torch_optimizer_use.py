@@ -13,8 +13,8 @@ from torch import nn
 from torch_fake import DATA, NAMES, FakeSession, backward, network, sgd
 
 import bpsx.torch as bps
-from bpsx import _adapter
 from bpsx.errors import ConfigError, NotInitializedError, PeerLostError
+from bpsx.plugin import adapter
 from bpsx.torch.cross_barrier import CrossBarrier
 from torch_release import needs_grad_scaler
 
@@ -22,7 +22,7 @@ from torch_release import needs_grad_scaler
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
     session = FakeSession()
-    monkeypatch.setattr(_adapter, "session", lambda: session)
+    monkeypatch.setattr(adapter, "session", lambda: session)
     return session
 
 

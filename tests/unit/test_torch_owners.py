@@ -19,7 +19,7 @@ from bpsx.torch.cross_barrier import CrossBarrier
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
     session = FakeSession()
-    monkeypatch.setattr("bpsx._adapter.session", lambda: session)
+    monkeypatch.setattr("bpsx.plugin.adapter.session", lambda: session)
     return session
 
 
@@ -154,7 +154,7 @@ def test_numbers_begin_anew_in_another_job(
 ) -> None:
     sgd(network(), None)
     later = FakeSession()
-    monkeypatch.setattr("bpsx._adapter.session", lambda: later)
+    monkeypatch.setattr("bpsx.plugin.adapter.session", lambda: later)
     sgd(network(), None)
     assert later.declared[0] == "Gradient.push_pull.noname.0.0"
 
@@ -199,7 +199,7 @@ def test_one_of_a_job_that_has_ended_frees_its_names(
     old = sgd(first)
     train(first, old)
     later = FakeSession()
-    monkeypatch.setattr("bpsx._adapter.session", lambda: later)
+    monkeypatch.setattr("bpsx.plugin.adapter.session", lambda: later)
     train(second, sgd(second))
     with pytest.raises(ConfigError, match="cannot exchange anything any more"):
         old.step()

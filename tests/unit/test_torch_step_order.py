@@ -19,7 +19,7 @@ from bpsx.torch.cross_barrier import CrossBarrier
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
     session = FakeSession()
-    monkeypatch.setattr("bpsx._adapter.session", lambda: session)
+    monkeypatch.setattr("bpsx.plugin.adapter.session", lambda: session)
     return session
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from bpsx.config import own_store
-from bpsx.launch.hosts import Remote, read
-from bpsx.launch.machine import Machine
 from bpsx.launch.roles import Plan
+from bpsx.launch.single_role import Machine
+from bpsx.launch.ssh.hostfile import Remote, read
 
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 STORE = ("MASTER_ADDR", "MASTER_PORT")

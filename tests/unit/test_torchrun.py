@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from bpsx.api.torchrun import Machines, Meeting, machines
 from bpsx.config import Place, launched
 from bpsx.errors import ConfigError, RendezvousError
-from bpsx.torchrun import Machines, Meeting, machines
 
 GIVEN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "MASTER_ADDR": "far", "MASTER_PORT": "29500",
          "TORCHELASTIC_RUN_ID": "job"}

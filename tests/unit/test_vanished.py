@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpsx.rendezvous.vanished import Vanished
+from bpsx.scheduler.departures import Vanished
 
 
 def test_nobody_is_missed_at_first():

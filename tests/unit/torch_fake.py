@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import bpsx.torch as bps
-from bpsx._adapter import Item, TensorView
-from bpsx.startup_check import PREFIX as DIGEST
+from bpsx.plugin.adapter import Item, TensorView
+from bpsx.plugin.startup_check import PREFIX as DIGEST
 from bpsx.torch.exchange import KINDS
-from bpsx.torch.users import PREFIX as USED
+from bpsx.torch.unused_parameters import PREFIX as USED
 
 #: (name, this worker's values) -> the sum of the others' values.
 Others = Callable[[str, np.ndarray], np.ndarray]
@@ -62,7 +62,7 @@ class Push:
 
 @dataclass
 class FakeSession:
-    """Stands in for :class:`bpsx.session.Session`. By default the other workers push the same values, and have gradients where this one has;
+    """Stands in for :class:`bpsx.session.session.Session`. By default the other workers push the same values, and have gradients where this one has;
     ``others_use``: they have dense ones for everything."""
 
     rank: int = 0

@@ -3,17 +3,17 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free
 
 from bpsx.core.partition cimport Partition, Task, Tell, Tensor
-from bpsx.core.gpu cimport awaited, pump_gpu
-from bpsx.core.machine cimport fall_asleep, hosts, ring_bells, stay_awake
+from bpsx.core.gpu.copies cimport awaited, pump_gpu
+from bpsx.core.local.group cimport fall_asleep, hosts, ring_bells, stay_awake
 from bpsx.core.receive cimport pump_in
-from bpsx.core.reduce cimport gone_news, pump_machine, take_early
+from bpsx.core.local.reduce cimport gone_news, pump_machine, take_early
 from bpsx.core.send cimport pump_out
-from bpsx.core.packed cimport grow_scratch
-from bpsx.core.pool cimport Pool, pool_finish, pool_next, work_on
+from bpsx.core.codec.state cimport grow_scratch
+from bpsx.core.codec.pool cimport Pool, pool_finish, pool_next, work_on
 from bpsx.core.stage cimport adopt, fail_tensor, finish, give_up, pump_pool, start, take_tells, tell
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_DEVICE, E_MEMORY, E_SHUTDOWN, PENDING
-from bpsx.core.sync cimport (
+from bpsx.system.sync cimport (
     atomic_add, atomic_load, atomic_store, lock, notify_all, now_ns, unlock, wait, wait_until, yield_cpu,
 )
 

@@ -4,16 +4,16 @@
 #   Lane.in_flight, Task.wire, Server: also by the transport's threads, atomically.
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
-from bpsx.core.device cimport N_STREAMS
-from bpsx.core.header cimport PROOF_BYTES
-from bpsx.core.packed cimport Packed
-from bpsx.core.post cimport Post
+from bpsx.core.gpu.device cimport N_STREAMS
+from bpsx.core.wire cimport PROOF_BYTES
+from bpsx.core.codec.state cimport Packed
+from bpsx.core.local.ring cimport Post
 
 cdef enum:
     MAX_STAGES = 20
     EVERYBODY = 0xFFFFFFFF
 
-# Pinned memory of the host's in which a partition lies between COPYD2H and COPYH2D; see places.pxd.
+# Pinned memory of the host's in which a partition lies between COPYD2H and COPYH2D; see pinned_pool.pxd.
 cdef struct Place:
     char *host
     uint64_t offset             # from the start of the segment of the machine's root, if there is one
@@ -96,14 +96,14 @@ cdef struct Tensor:
     uint32_t detail_b
     char *name                  # UTF-8
     uint32_t name_bytes
-    char *codec                 # compression, as compression.py says it in a line
+    char *codec                 # compression, as spec.py says it in a line
     uint32_t codec_bytes        # 0: none
     Task *current               # the task whose partitions are under way
     bint begun                  # its partitions are in their stages, and not waiting for the GPU to make them
     int64_t started_ns          # when that was submitted
     bint waits_for_others       # whether that needs other workers' pushes
     uint32_t step               # of the present task, counted from 1; with `watched` only
-    uint8_t recorded            # the recordings that it belongs to (core/watch.pxd)
+    uint8_t recorded            # the recordings that it belongs to (core/trace/recorder.pxd)
     Task *first_waiting         # later tasks on the same tensor: one round after another
     Task *last_waiting
     Tensor *next                # all tensors of the core

@@ -3,15 +3,15 @@ from libc.stddef cimport size_t
 from libc.stdint cimport int64_t
 from libc.string cimport memcmp, memcpy
 
-from bpsx.core.copying cimport copy_past
-from bpsx.core.header cimport ANSWER, ERROR, PONG, PROOF_BYTES, Header, next_record
-from bpsx.core.packed cimport most_bytes, server_state_bytes
+from bpsx.core.stream_copy cimport copy_past
+from bpsx.core.wire cimport ANSWER, ERROR, PONG, PROOF_BYTES, Header, next_record
+from bpsx.core.codec.state cimport most_bytes, server_state_bytes
 from bpsx.core.partition cimport Partition, wire_of
 from bpsx.core.stage cimport PULL, advance, fail_partition, home
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_COMPRESSOR, E_JOINED, E_PROTOCOL
-from bpsx.core.watch cimport watched
-from bpsx.core.watching cimport spoke
+from bpsx.core.trace.recorder cimport watched
+from bpsx.core.trace.worker cimport spoke
 from bpsx.transports.abi cimport Message
 
 cdef enum:

@@ -11,20 +11,20 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from bpsx.core.header cimport (
+from bpsx.core.wire cimport (
     ASYNC, BATCH_BYTES, BATCH_RECORDS, BROADCAST, DISAGREED, HEADER_BYTES, INLINE, INLINE_BYTES, NONCE_BYTES, PACKED, PING, PUSH as K_PUSH,
     REGISTER, STATE,
     Header, header_init, padded,
 )
-from bpsx.core.packed cimport most_bytes, server_state_bytes
+from bpsx.core.codec.state cimport most_bytes, server_state_bytes
 from bpsx.core.partition cimport Lane, Partition, Server, Task, wire_of
 from bpsx.core.queue cimport before, heap_pop
 from bpsx.core.stage cimport advance, give_up
 from bpsx.core.state cimport Core
 from bpsx.core.status cimport DONE, E_MEMORY
-from bpsx.core.sync cimport atomic_add, atomic_load, atomic_store, now_ns
-from bpsx.core.watch cimport watched
-from bpsx.core.watching cimport spoke
+from bpsx.system.sync cimport atomic_add, atomic_load, atomic_store, now_ns
+from bpsx.core.trace.recorder cimport watched
+from bpsx.core.trace.worker cimport spoke
 from bpsx.transports.abi cimport Landing
 
 # What is on its way through the transport: returned by its done callback, on whatever thread that runs.

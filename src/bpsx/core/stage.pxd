@@ -1,22 +1,22 @@
 # The state machine of a partition, and of the task that it belongs to. The one switch over stages is `enter`.
 #
-# Only the driver calls these. pipeline.py has the same stage names and chooses each tensor's list.
+# Only the driver calls these. stages.py has the same stage names and chooses each tensor's list.
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, realloc
 
-from bpsx.core.device cimport mark_end
-from bpsx.core.machine cimport Machine, everybody_in, know_tensor, post_results, tell_root
-from bpsx.core.packed cimport server_state_bytes
+from bpsx.core.gpu.device cimport mark_end
+from bpsx.core.local.group cimport Machine, everybody_in, know_tensor, post_results, tell_root
+from bpsx.core.codec.state cimport server_state_bytes
 from bpsx.core.partition cimport Lane, Partition, Task, Tell, Tensor
-from bpsx.core.places cimport give_place
-from bpsx.core.pool cimport Pool, pool_forget, pool_give, pool_take
-from bpsx.core.post cimport HAS_BODY, IS_BROADCAST, IS_SHARE, ON_GPU
+from bpsx.core.gpu.pinned_pool cimport give_place
+from bpsx.core.codec.pool cimport Pool, pool_forget, pool_give, pool_take
+from bpsx.core.local.ring cimport HAS_BODY, IS_BROADCAST, IS_SHARE, ON_GPU
 from bpsx.core.queue cimport heap_push
 from bpsx.core.state cimport USER_STREAMS, Core, Unseen
 from bpsx.core.status cimport DONE, E_DEVICE, E_LEFT, E_MEMORY, E_PROTOCOL
-from bpsx.core.sync cimport atomic_store, lock, notify_all, now_ns, unlock
-from bpsx.core.watch cimport watched
-from bpsx.core.watching cimport began, ended, passed
+from bpsx.system.sync cimport atomic_store, lock, notify_all, now_ns, unlock
+from bpsx.core.trace.recorder cimport watched
+from bpsx.core.trace.worker cimport began, ended, passed
 
 cdef enum Stage:
     END = 0

@@ -1,14 +1,14 @@
 # The worker's core: one struct, passed to every function. No file of the core has state of its own.
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
-from bpsx.core.device cimport N_STREAMS, Device
-from bpsx.core.machine cimport Machine
-from bpsx.core.pool cimport Pool
+from bpsx.core.gpu.device cimport N_STREAMS, Device
+from bpsx.core.local.group cimport Machine
+from bpsx.core.codec.pool cimport Pool
 from bpsx.core.partition cimport Counters, Lane, Partition, Server, Task, Tensor
-from bpsx.core.places cimport Places
-from bpsx.core.post cimport Post
-from bpsx.core.sync cimport Monitor
-from bpsx.core.watch cimport Watch
+from bpsx.core.gpu.pinned_pool cimport Places
+from bpsx.core.local.ring cimport Post
+from bpsx.system.sync cimport Monitor
+from bpsx.core.trace.recorder cimport Watch
 from bpsx.transports.abi cimport Endpoint
 
 cdef enum:

@@ -187,7 +187,7 @@ def codec(name: str) -> Codec:
 
 def import_all() -> None:
     """Import all that :func:`load_codec` and :func:`load_conversion` import, for our own compressors. Thread-safe."""
-    importlib.import_module("bpsx.kernels.cpu.compiling")
+    importlib.import_module("bpsx.kernels.cpu.jit")
     importlib.import_module("bpsx.kernels.cpu.convert")
     importlib.import_module("numba.core.boxing")            # Numba imports it when it compiles functions that call others
     for name in _BUILT_IN:
@@ -199,9 +199,9 @@ def load_codec(name: str, wide: str, residual: bool, momentum: bool) -> Compiled
     key = name, wide, residual, momentum
     with _lock:
         if key not in _loaded:
-            from bpsx.kernels.cpu import compiling  # Numba takes a third of a second to import: only processes that compress pay for it
+            from bpsx.kernels.cpu import jit
 
-            _loaded[key] = compiling.load(codec(name), wide, residual, momentum)
+            _loaded[key] = jit.load(codec(name), wide, residual, momentum)
         return _loaded[key]
 
 

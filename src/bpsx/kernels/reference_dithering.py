@@ -1,4 +1,7 @@
-"""The oracle of dithering: what ``cpu/dithering.py``, ``rounding.py`` and ``levels.py`` say, in NumPy, slowly and plainly. Used by tests only."""
+"""The oracle of dithering: what ``cpu/dithering.py``, ``stochastic_rounding.py`` and ``entropy_code.py`` say, in NumPy.
+
+Slow and plain. Only tests use it.
+"""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from bpsx.errors import BpsxError, ConfigError
-from bpsx.launch.machine import run_role
-from bpsx.launch.options import LOCAL, REMOTE, SHARED, SSH, parser, split
+from bpsx.launch.cli import LOCAL, REMOTE, SHARED, SSH, parser, split
 from bpsx.launch.roles import Plan, overlooked, runnable
+from bpsx.launch.single_role import run_role
 
 #: Words that are no command of the user's, if first: the module's ``main(arguments) -> status`` takes over.
-SUBCOMMANDS = {"doctor": "bpsx.launch.doctor", "top": "bpsx.launch.top", "trace": "bpsx.launch.observe"}
+SUBCOMMANDS = {"doctor": "bpsx.launch.doctor", "top": "bpsx.launch.top", "trace": "bpsx.launch.job_view"}
 
 
 def _given(options: Any, names: Sequence[str]) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _remote(options: Any, command: tuple[str, ...], refuse: Any) -> Any:
-    from bpsx.launch import hosts
+    from bpsx.launch.ssh import hostfile as hosts
 
     files = [(file, role) for name, role in zip(REMOTE, ("", "worker", "server")) if (file := getattr(options, name)) is not None]
     try:

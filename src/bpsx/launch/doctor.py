@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from bpsx.config import child_environment
-from bpsx.launch import findings
-from bpsx.launch.findings import Report
+from bpsx.launch import checks
+from bpsx.launch.checks import Report
 
 _TRY_SECONDS = 120.0
 _TOLD = 10
@@ -67,12 +67,12 @@ def _judge(report: Report, status: int, out: str, err: str) -> None:
 def examine() -> Report:
     """All findings."""
     report = Report()
-    findings.software(report)
-    findings.devices(report)
-    config = findings.options(report)
-    findings.network(report, config)
-    findings.limits(report)
-    findings.folders(report)
+    checks.software(report)
+    checks.devices(report)
+    config = checks.options(report)
+    checks.network(report, config)
+    checks.limits(report)
+    checks.folders(report)
     try_push_pull(report)
     return report
 

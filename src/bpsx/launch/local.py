@@ -21,11 +21,11 @@ from pathlib import Path
 from types import FrameType
 
 from bpsx.config import Config, child_environment, runtime_dir
-from bpsx.host import SCRIPT_SIGNALS
-from bpsx.launch import record
-from bpsx.launch.far import Far
-from bpsx.launch.output import Pump
+from bpsx.launch import job_registry
+from bpsx.launch.output_mux import Pump
 from bpsx.launch.roles import ENDING, Process, Processes, cannot_run, child_setup, heeded
+from bpsx.launch.ssh.client import Far
+from bpsx.system.host import SCRIPT_SIGNALS
 
 #: How often the scheduler's port file is looked for. It is there before one could notice, and watching a folder is not portable.
 _LOOK = 0.01
@@ -148,7 +148,7 @@ class Job:
             finally:
                 self._sweep()
                 if self._record is not None:
-                    record.remove(self._record)
+                    job_registry.remove(self._record)
         return self._status()
 
     # Starting
@@ -176,7 +176,7 @@ class Job:
         if self._stop or self._trouble:
             return
         try:
-            self._record = record.write(environment["DMLC_PS_ROOT_URI"], port, environment.get("BPSX_SECRET", ""), self._plan.command)
+            self._record = job_registry.write(environment["DMLC_PS_ROOT_URI"], port, environment.get("BPSX_SECRET", ""), self._plan.command)
         except OSError as error:
             self._pump.say(f"bpsx-run top will not find this job: {error}")
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from bpsx.companions import module_command
 from bpsx.config import Config, child_environment, is_set
 from bpsx.errors import ConfigError
-from bpsx.host import SCRIPT_SIGNALS
 from bpsx.launch.torch_variables import free_port, torch_variables
 from bpsx.secret import make
+from bpsx.system.host import SCRIPT_SIGNALS
+from bpsx.system.role_process import module_command
 
 #: Signals that tell a job to end. Workers get them; scheduler and servers end when no worker needs
 #: them any more.
@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG = 1
 @dataclass(frozen=True)
 class Process:
     """A process to start. ``cpus``: those it may run on, empty for ours. With ``request`` it is an ssh whose other end,
-    :mod:`bpsx.launch.remote`, gets the request as its first line of input; ``host`` names that end, ``marker`` begins what it says."""
+    :mod:`bpsx.launch.ssh.agent`, gets the request as its first line of input; ``host`` names that end, ``marker`` begins what it says."""
 
     name: str
     role: str
@@ -183,7 +183,7 @@ def debugged(command: Sequence[str], config: Config) -> tuple[str, ...]:
         return tuple(command)
     if shutil.which("gdb") is None:
         raise ConfigError("BYTEPS_ENABLE_GDB=1: gdb is not on the PATH; install it, or unset the variable")
-    return (sys.executable, "-P", "-m", "bpsx.launch.debug", *command)
+    return (sys.executable, "-P", "-m", "bpsx.launch.gdb", *command)
 
 
 def heeded() -> tuple[signal.Signals, ...]:

@@ -17,8 +17,8 @@ from types import FrameType
 from typing import Any
 
 from bpsx.errors import RendezvousError
+from bpsx.launch.job_view import Observer, add_job_arguments, find
 from bpsx.launch.lanes import Lanes
-from bpsx.launch.observe import Observer, add_job_arguments, find
 
 _HEAD = ("role", "rank", "host", "pid", "state", "in MB/s", "out MB/s", "push_pulls/s", "rounds/s", "queue", "waiting")
 #: Seconds waited per second below which a worker's lateness is not worth a word.

@@ -12,8 +12,8 @@ from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
-from bpsx.core.device cimport DOWN, N_STREAMS, Device
-from bpsx.core.sync cimport atomic_store
+from bpsx.core.gpu.device cimport DOWN, N_STREAMS, Device
+from bpsx.system.sync cimport atomic_store
 from bpsx.local.cuda cimport (
     ID_BYTES, NO_TIMING, NON_BLOCKING, NOT_READY, State, UniqueId, abort, always, begin_group, broken, collect, copy, divide, drop_event, end_group,
     enter, enter_nothing, fill, host_memory, init_with, leave, leave_nothing, new_event, pin, query, record, room, wait, warm,

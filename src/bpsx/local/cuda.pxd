@@ -1,12 +1,12 @@
-# libcuda.so.1 and libnccl.so.2 as C sees them, and the core's table over them (core/device.pxd). Filled by _cuda.pyx, which opens them.
+# libcuda.so.1 and libnccl.so.2 as C sees them, and the core's table over them (core/gpu/device.pxd). Filled by _cuda.pyx, which opens them.
 #
 # Constants and signatures are those of CUDA's driver API and of NCCL, which both keep stable.
 from libc.stddef cimport size_t
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libc.stdio cimport snprintf
 
-from bpsx.core.device cimport ALL_GATHER, ALL_REDUCE, BETWEEN, BROADCAST_FROM, REDUCE_SCATTER, REDUCE_TO, Device
-from bpsx.core.sync cimport atomic_load, atomic_store
+from bpsx.core.gpu.device cimport ALL_GATHER, ALL_REDUCE, BETWEEN, BROADCAST_FROM, REDUCE_SCATTER, REDUCE_TO, Device
+from bpsx.system.sync cimport atomic_load, atomic_store
 
 cdef extern from *:
     """

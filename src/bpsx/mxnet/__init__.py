@@ -5,9 +5,9 @@ BytePS's names and arguments: a script for ``byteps.mxnet`` runs with the import
 
 from __future__ import annotations
 
-from bpsx.mxnet import importing as _importing
+from bpsx.mxnet import compat as _compat
 
-_importing.prepare()
+_compat.prepare()
 try:
     import mxnet as _mx  # noqa: F401
 except ModuleNotFoundError as _error:
@@ -15,13 +15,13 @@ except ModuleNotFoundError as _error:
         raise
     raise ImportError("bpsx.mxnet needs MXNet 1.9.1: pip install mxnet==1.9.1", name="mxnet") from None
 
-from bpsx.mxnet import leaving as _leaving  # noqa: E402
-from bpsx.mxnet import library as _library  # noqa: E402
+from bpsx.mxnet import op_library as _op_library  # noqa: E402
+from bpsx.mxnet import shutdown as _shutdown  # noqa: E402
 
-_library.load()
-_leaving.prepare()
+_op_library.load()
+_shutdown.prepare()
 
-from bpsx.api import (  # noqa: E402
+from bpsx.api.verbs import (  # noqa: E402
     barrier,
     get_pushpull_speed,
     init,

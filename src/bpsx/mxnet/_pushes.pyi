@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from bpsx._calls import Plan
+from bpsx.plugin._async_ops import Plan
 
 def load(found: Mapping[str, int]) -> None:
     """Use these addresses of MXNet's functions, by the names of ``Api`` in ``_pushes.pyx``."""

@@ -4,16 +4,16 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport int64_t, uint32_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 
-from bpsx._adapter cimport Handle
-from bpsx._calls cimport Plan, end_call, keep, python_ends, submit
-from bpsx.calls cimport ABORTED, INTERNAL, RESOURCE_EXHAUSTED, Call, Caller, Part, drop_dims, free_call, new_call, room_for_dims
-from bpsx.core.sync cimport Monitor, lock, monitor_init, notify_all, now_ns, unlock, wait_until
+from bpsx.plugin.adapter cimport Handle
+from bpsx.plugin._async_ops cimport Plan, end_call, keep, python_ends, submit
+from bpsx.plugin.async_op cimport ABORTED, INTERNAL, RESOURCE_EXHAUSTED, Call, Caller, Part, drop_dims, free_call, new_call, room_for_dims
+from bpsx.system.sync cimport Monitor, lock, monitor_init, notify_all, now_ns, unlock, wait_until
 
 import _thread
 import os
 import sys
 
-from bpsx import _adapter
+from bpsx.plugin import adapter
 from bpsx.errors import BpsxError
 
 BEHIND = ("an earlier exchange under this name did not begin on this worker, as its own error says: from then on this worker's arrays would be added to "
@@ -61,7 +61,7 @@ cdef struct Push:
 cdef struct Ticket:             # what the engine has, and throws away when it is done with the operation, executed or not
     Push *push                  # NULL: it has been executed
 
-# MXNet's C API, and two functions of C++'s library; by the names in library.py.
+# MXNet's C API, and two functions of C++'s library; by the names in op_library.py.
 cdef struct Api:
     int (*copy)(void *array, void **made) noexcept nogil
     int (*free)(void *array) noexcept nogil
@@ -302,7 +302,7 @@ cdef object plan_of(Call *call):
         lock(&pushed.monitor)
         behind = made.turn.gap_job == pushed.job and made.number > made.turn.gap
         unlock(&pushed.monitor)
-    if behind and not _adapter.session().failure:       # which says more
+    if behind and not adapter.session().failure:       # which says more
         raise BpsxError(BEHIND)
     return <object>call.held
 

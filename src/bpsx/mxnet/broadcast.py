@@ -7,12 +7,12 @@ from typing import Any
 
 import mxnet as mx
 
-from bpsx import _adapter
-from bpsx._adapter import checked_root
-from bpsx.counting import counted_together
 from bpsx.errors import ConfigError
 from bpsx.mxnet.ops import check_array, overwrite
-from bpsx.tracebacks import public
+from bpsx.plugin import adapter
+from bpsx.plugin.adapter import checked_root
+from bpsx.session.refusals import counted_together
+from bpsx.system.tracebacks import public
 
 PREFIX = "Parameter."
 
@@ -32,7 +32,7 @@ def broadcast_parameters(params: Mapping[str, Any], root_rank: int = 0) -> None:
     unnamed = [name for name in params if not isinstance(name, str)]
     if unnamed:
         raise ConfigError(f"{verb}: params has the key {unnamed[0]!r}; names, which are strings, are needed")
-    root = checked_root(root_rank, verb, _adapter.session().size)
+    root = checked_root(root_rank, verb, adapter.session().size)
     arrays = {name: copies_of(value, f"{verb}: {name!r}") for name, value in params.items()}
     for name in sorted(arrays):
         overwrite(arrays[name], PREFIX + name, root=root)

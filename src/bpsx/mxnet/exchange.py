@@ -8,13 +8,13 @@ from typing import Any
 
 import mxnet as mx
 
-from bpsx import _adapter
-from bpsx.choices import Params, check_names, check_params, choose
 from bpsx.errors import ConfigError
-from bpsx.keeping import Keeping
-from bpsx.momentum import Momentum
 from bpsx.mxnet.names import name_of
 from bpsx.mxnet.ops import add_devices, overwrite, submit
+from bpsx.plugin import adapter
+from bpsx.plugin.checkpoint import Keeping
+from bpsx.plugin.compression_params import Params, check_names, check_params, choose
+from bpsx.plugin.momentum import Momentum
 
 PREFIX = "Gradient."
 #: Under this, with the first Parameter's name, workers count who has which gradients.
@@ -35,7 +35,7 @@ class Exchange:
         check_names(params, [str(p.name) for p in parameters], _VERB)
         self._params, self._momentum = params, momentum
         self._parameters, self._names = list(parameters), [name_of(p) for p in parameters]
-        self.choices: dict[str, _adapter.Compression] = {}      # by name, of those that are compressed
+        self.choices: dict[str, adapter.Compression] = {}      # by name, of those that are compressed
         self._declared: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()      # by session
         self._begun: set[str] = set()                           # of which this has taken charge
         self.keeping = Keeping([PREFIX + name for name in self._names])
@@ -51,13 +51,13 @@ class Exchange:
             raise ConfigError(f"{_VERB}: with BYTEPS_ENABLE_ASYNC=1 servers add what is pushed to weights, in their own type: leave "
                               "compression_params out")
 
-    def of(self, i: int) -> _adapter.Compression | None:
+    def of(self, i: int) -> adapter.Compression | None:
         """How the gradient of the i-th Parameter is compressed, if it is."""
         return self.choices.get(self._names[i])
 
     def declare(self) -> None:
         """Say how gradients travel, once in a job, and again when more Parameters are trained. Raises :class:`ConfigError`."""
-        session = _adapter.session()
+        session = adapter.session()
         known = self._declared.setdefault(session, set())
         trained = self._trained()
         new = [name for name in trained if name not in known]
@@ -116,4 +116,4 @@ class Exchange:
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Go on with what :attr:`keeping` has saved, now or when they are first exchanged."""
-        self.keeping.load(saved, _adapter.session() in self._declared)
+        self.keeping.load(saved, adapter.session() in self._declared)

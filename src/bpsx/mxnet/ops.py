@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 import mxnet as mx
 import numpy as np
 
-from bpsx import _adapter
-from bpsx._adapter import check_flag, check_name, check_priority
-from bpsx._calls import Plan
-from bpsx.counting import counted
 from bpsx.dtypes import UnsupportedDType
 from bpsx.errors import BpsxError, ConfigError, PeerLostError
 from bpsx.mxnet import _pushes
 from bpsx.mxnet.errors import in_short
-from bpsx.tracebacks import public
+from bpsx.plugin import adapter
+from bpsx.plugin._async_ops import Plan
+from bpsx.plugin.adapter import check_flag, check_name, check_priority
+from bpsx.session.refusals import counted
+from bpsx.system.tracebacks import public
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 #: Element types that are summed, by mshadow's numbers.
@@ -81,7 +81,7 @@ def _turn(name: str) -> tuple[int, threading.Lock]:
 
 def _check_job() -> None:
     """Raise if no exchange can be begun any more."""
-    session = _adapter.session()
+    session = adapter.session()
     with _lock:
         if session not in _causes:
             end_job()
@@ -100,7 +100,7 @@ def end_job() -> None:
     """What has failed in it, and nobody has been told of, is a line on standard error and exit status 1: unless another one stands already."""
     if told.is_set():
         told.clear()
-    elif (text := _pushes.unheard()) and _adapter.set_exit_status(1):
+    elif (text := _pushes.unheard()) and adapter.set_exit_status(1):
         print(f"bpsx: exit status 1, because an exchange has failed, and nobody had waited for its array: {in_short(text)}", file=sys.stderr)
 
 
@@ -178,7 +178,7 @@ def _behind_engine(function: _Function) -> _Function:
         try:
             return function(*args, **more)
         except BaseException:
-            _adapter.finish()
+            adapter.finish()
             raise
 
     return call     # type: ignore[return-value]
@@ -220,7 +220,7 @@ def byteps_declare_tensor(name: str, **kwargs: Any) -> int:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"byteps_declare_tensor: name={name!r}: a string is needed")
     params = dict(_said(key.removeprefix("byteps_"), value) for key, value in kwargs.items())
-    return int(_adapter.session().declare(name, _adapter.compression(params, f"byteps_declare_tensor of {name!r}") if params else None))
+    return int(adapter.session().declare(name, adapter.compression(params, f"byteps_declare_tensor of {name!r}") if params else None))
 
 
 def _said(key: str, value: Any) -> tuple[str, Any]:

@@ -9,14 +9,14 @@ from typing import Any
 
 import mxnet as mx
 
-from bpsx import _adapter
-from bpsx.counting import counted_together
 from bpsx.errors import ConfigError
-from bpsx.mxnet.asynchronous import Weights
+from bpsx.mxnet.async_training import Weights
 from bpsx.mxnet.exchange import PREFIX
 from bpsx.mxnet.ops import check_array, refuse, submit
 from bpsx.mxnet.startup import FirstStep
-from bpsx.tracebacks import public_methods
+from bpsx.plugin import adapter
+from bpsx.session.refusals import counted_together
+from bpsx.system.tracebacks import public_methods
 
 #: Others have indices of the same numbers.
 _numbers = itertools.count(1)
@@ -77,7 +77,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
     @counted_together(PREFIX)
     def _exchange(self, indices: Sequence[Any], weights: Sequence[Any], grads: Sequence[Any], update: Callable[[], Any]) -> None:
-        if _adapter.session().config.asynchronous:
+        if adapter.session().config.asynchronous:
             self._weights.step(update, {f"{i}{self._suffix}": [w] for i, w in zip(indices, weights, strict=True)},
                                self._optimizer)
             return

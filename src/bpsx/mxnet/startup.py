@@ -11,11 +11,11 @@ from typing import Any
 import mxnet as mx
 import numpy as np
 
-from bpsx import _adapter
 from bpsx.errors import MismatchError
 from bpsx.mxnet.names import created_before, name_of
 from bpsx.mxnet.ops import HOST
-from bpsx.startup_check import (
+from bpsx.plugin import adapter
+from bpsx.plugin.startup_check import (
     PREFIX,
     digest,
     meaning_of,
@@ -24,7 +24,7 @@ from bpsx.startup_check import (
     sample_of,
     weights_problem,
 )
-from bpsx.tracebacks import warn
+from bpsx.system.tracebacks import warn
 
 _CALL = "broadcast_parameters() of what module.get_params() gives, and module.set_params(),"
 
@@ -35,7 +35,7 @@ def refusal_of(parameters: Sequence[Any]) -> str:
 
     Raises as :func:`bpsx.push_pull`.
     """
-    session = _adapter.session()
+    session = adapter.session()
     if not session.config.distributed or not parameters:
         return ""
     names = [name_of(p) for p in parameters]
@@ -54,7 +54,7 @@ class FirstStep:
     the weights that they change. Not thread-safe."""
 
     def __init__(self, suffix: str, names: Mapping[int, str]) -> None:
-        session = _adapter.session()
+        session = adapter.session()
         self._session = weakref.ref(session)
         self._suffix, self._names = suffix, dict(names)
         self._checks = session.config.check_weights
@@ -64,7 +64,7 @@ class FirstStep:
     @property
     def is_of_this_job(self) -> bool:
         """Whether it is the first step of the job that this process is in."""
-        return self._session() is _adapter.session()
+        return self._session() is adapter.session()
 
     def meet(self, indices: Sequence[Any], weights: Sequence[Any]) -> None:
         """Look at weights that are about to be updated. In the second step, compare what was met in

@@ -12,23 +12,23 @@ from typing import Any
 
 import mxnet as mx
 
-from bpsx import _adapter
-from bpsx._adapter import checked_root
-from bpsx.archive import packed, unpacked
-from bpsx.choices import Params
-from bpsx.counting import counted_together
 from bpsx.errors import ConfigError, MismatchError
-from bpsx.momentum import Momentum
-from bpsx.mxnet.asynchronous import Weights
+from bpsx.mxnet.async_training import Weights
 from bpsx.mxnet.broadcast import PREFIX
-from bpsx.mxnet.decay import DecayMomentum
 from bpsx.mxnet.exchange import BEGINNINGS, Exchange
 from bpsx.mxnet.names import name_of
 from bpsx.mxnet.ops import add_devices, copy_to_devices, overwrite
 from bpsx.mxnet.optimizer import DistributedOptimizer
+from bpsx.mxnet.optimizer_state import share
 from bpsx.mxnet.startup import refusal_of
-from bpsx.mxnet.states import share
-from bpsx.tracebacks import public, public_methods
+from bpsx.mxnet.weight_decay import DecayMomentum
+from bpsx.plugin import adapter
+from bpsx.plugin.adapter import checked_root
+from bpsx.plugin.archive import packed, unpacked
+from bpsx.plugin.compression_params import Params
+from bpsx.plugin.momentum import Momentum
+from bpsx.session.refusals import counted_together
+from bpsx.system.tracebacks import public, public_methods
 
 log = logging.getLogger("bpsx.mxnet")
 _VERB = "DistributedTrainer"
@@ -63,7 +63,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             optimizer = optimizer._optimizer
         if not isinstance(optimizer, (str, mx.optimizer.Optimizer)):
             raise ConfigError(f"{_VERB}: optimizer={optimizer!r}: a name is needed, such as 'sgd', or an optimizer of MXNet's")
-        self._root = checked_root(root_rank, _VERB, _adapter.session().size)
+        self._root = checked_root(root_rank, _VERB, adapter.session().size)
         super().__init__(params, optimizer, optimizer_params, kvstore=None)
         counts: Counter[Any] = Counter(self._params)
         twice = [p.name for p, count in counts.items() if count > 1]
@@ -76,7 +76,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._taken = Momentum(self._optimizer, "momentum", isinstance(self._optimizer, _WITH_MOMENTUM), "SGD and NAG")
         self._exchange = Exchange(self._params, compression_params, self._taken)
         self._weights, self._decay = Weights(), DecayMomentum()
-        self._known_to, self._alike = weakref.ref(_adapter.session()), False
+        self._known_to, self._alike = weakref.ref(adapter.session()), False
         self._compared_in, self._refusal = None, ""     # in which session, and what has come of it
 
     # ---- what gluon's Trainer is made of
@@ -97,7 +97,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._params_to_init = deferred
 
     def _check_and_rescale_grad(self, scale: float) -> None:
-        session = _adapter.session()
+        session = adapter.session()
         super()._check_and_rescale_grad(scale if session.config.asynchronous else scale / session.size)
 
     def _allreduce_grads(self) -> None:
@@ -120,7 +120,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """As gluon's, with the gradients of all workers. ``batch_size``: of this worker."""
         self._prepare()
-        if _adapter.session().config.asynchronous:
+        if adapter.session().config.asynchronous:
             self._exchange.check_async()
             self._check_and_rescale_grad(self._scale / batch_size)
             self._step_asynchronously(ignore_stale_grad)
@@ -134,7 +134,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         # Before the exchange: workers' batches may differ in size, and what compression keeps is in these units. What is left of a loss's scale is
         # for the optimizer where it can be: in half precision small gradients would be lost.
         after = 1.0 if self._exchange.compresses else self._scale
-        scale = self._scale / after / (batch_size * _adapter.session().size)
+        scale = self._scale / after / (batch_size * adapter.session().size)
         self._exchange(self._rate, scale, self._exchange.agree_on_users() if ignore_stale_grad else ())
         return after
 
@@ -158,7 +158,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         super().update(batch_size, ignore_stale_grad)
 
     def _prepare(self) -> None:
-        session = _adapter.session()
+        session = adapter.session()
         if self._known_to() is not session:     # after resume() there may be workers that have never had these weights
             self._known_to, self._params_to_init, self._alike = weakref.ref(session), list(self._params), False
         if self._compared_in is None or self._compared_in() is not session:
@@ -189,7 +189,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     def save_states(self, fname: str) -> None:
         """As gluon's, and what compression keeps: each worker needs a file of its own. Waits for what the engine has been given."""
-        _adapter.finish()
+        adapter.finish()
         with self._by_itself():
             super().save_states(fname)
         if self._exchange.compresses:
@@ -202,7 +202,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
         Raises :class:`~bpsx.errors.ConfigError` for what is no such file, or of other gradients.
         """
-        _adapter.finish()
+        adapter.finish()
         with self._by_itself():
             try:
                 super().load_states(fname)
@@ -228,12 +228,12 @@ def broadcast_optimizer_state(trainer: DistributedTrainer, root_rank: int = 0) -
     verb = "broadcast_optimizer_state"
     if not isinstance(trainer, DistributedTrainer):
         raise ConfigError(f"{verb}: trainer is a {type(trainer).__name__}; a DistributedTrainer is needed")
-    trainer.take_states(checked_root(root_rank, verb, _adapter.session().size))
+    trainer.take_states(checked_root(root_rank, verb, adapter.session().size))
 
 
 def _refuse_parts() -> None:
     """Raise :class:`ConfigError` in asynchronous training, where a step is one."""
-    if _adapter.session().config.asynchronous:
+    if adapter.session().config.asynchronous:
         raise ConfigError(f"{_VERB}: with BYTEPS_ENABLE_ASYNC=1 servers add up what workers push, which has to be changes of weights: call step()")
 
 

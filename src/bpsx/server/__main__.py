@@ -9,23 +9,23 @@ import sys
 import threading
 from typing import Any
 
-import bpsx.compression  # lanes import both for the first compressed tensor: then there may be no descriptor left
-import bpsx.placement  # noqa: F401
+import bpsx.compression.spec  # lanes import both for the first compressed tensor: then there may be no descriptor left
+import bpsx.planning.placement  # noqa: F401
 from bpsx.config import Config
 from bpsx.dtypes import BY_CODE
 from bpsx.errors import BpsxError, ConfigError, in_short
-from bpsx.host import allow_descriptors, heed_signals, hold, keep_memory, own_host, require_descriptors, require_trust
 from bpsx.kernels import loading
-from bpsx.kernels.outside import import_compressors
-from bpsx.logs import configure
-from bpsx.rendezvous import failing
-from bpsx.rendezvous.client import Link
-from bpsx.rendezvous.waiting import introduce
-from bpsx.reporting import Reporter
+from bpsx.kernels.plugins import import_compressors
+from bpsx.scheduler import failing
+from bpsx.scheduler.client import Link
+from bpsx.scheduler.waiting import introduce
 from bpsx.server._engine import Lane
 from bpsx.server.broken import Broken
+from bpsx.system.address import join_host_port
+from bpsx.system.host import allow_descriptors, heed_signals, hold, keep_memory, own_host, require_descriptors, require_trust
+from bpsx.system.logs import configure
+from bpsx.telemetry.reporter import Reporter
 from bpsx.transports import open_endpoint
-from bpsx.transports.address import join_host_port
 from bpsx.transports.base import Endpoint
 
 log = logging.getLogger("bpsx.server")

@@ -7,20 +7,20 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 
-from bpsx.core.header cimport ASYNC, BROADCAST, NONCE_BYTES, PING, PUSH, REGISTER, STATE, Header, next_record
+from bpsx.core.wire cimport ASYNC, BROADCAST, NONCE_BYTES, PING, PUSH, REGISTER, STATE, Header, next_record
 from bpsx.core.slab cimport drop_records
 from bpsx.core.status cimport E_COMPRESSOR, E_LEFT, E_MEMORY, E_PROTOCOL
-from bpsx.core.sync cimport atomic_load, atomic_store, now_ns, yield_cpu
-from bpsx.core.watch cimport Watch, watched
+from bpsx.system.sync cimport atomic_load, atomic_store, now_ns, yield_cpu
+from bpsx.core.trace.recorder cimport Watch, watched
 from bpsx.kernels.abi cimport fill_in
-from bpsx.server.answer cimport close_round, fail_round, flush_all, let_go, send_error, send_pong
-from bpsx.server.delta cimport push_delta
-from bpsx.server.keeping cimport push_state
-from bpsx.server.keys cimport register
+from bpsx.server.reply cimport close_round, fail_round, flush_all, let_go, send_error, send_pong
+from bpsx.server.async_update cimport push_delta
+from bpsx.server.checkpoint cimport push_state
+from bpsx.server.register cimport register
 from bpsx.server.lane cimport RECEIVE_AT_ONCE, Lane as CLane, Out
-from bpsx.server.notes cimport note_delta, note_message, note_push, note_sum
-from bpsx.server.packed cimport add_packed, hold_packed
-from bpsx.server.pending cimport keep_pending
+from bpsx.server.trace cimport note_delta, note_message, note_push, note_sum
+from bpsx.server.compressed cimport add_packed, hold_packed
+from bpsx.server.priority cimport keep_pending
 from bpsx.server.store cimport (
     FAILED, MALFORMED, REPEATED, Entry, Share, Verdict, add, count_push, entry_free, memory_for, note_landing, open_next_round,
 )

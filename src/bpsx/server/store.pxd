@@ -9,8 +9,8 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from bpsx.core.header cimport ASYNC, BROADCAST, DISAGREED, PACKED, Header
-from bpsx.core.packed cimport Packed, most_bytes, packed_free
+from bpsx.core.wire cimport ASYNC, BROADCAST, DISAGREED, PACKED, Header
+from bpsx.core.codec.state cimport Packed, most_bytes, packed_free
 from bpsx.core.slab cimport Slabs, take_record
 from bpsx.core.status cimport E_JOINED, E_MISMATCH
 from bpsx.kernels.abi cimport Kernels, accumulate, shift_for, wants_wide
@@ -54,7 +54,7 @@ cdef struct Entry:
     char *small                 # a small key's accumulator and result, nbytes
     char *wide                  # accumulator of the wide type, for half and 8-bit types of three and more workers
     char *sum                   # where the result is: first.body or small
-    # Of a compressed key, else NULL; see packed.pxd:
+    # Of a compressed key, else NULL; see core/codec/state.pxd:
     Packed *packed
     Kernels *wide_kernels       # of the wide type
     char *acc                   # the sum, elements of the wide type; of the open round, too
@@ -64,7 +64,7 @@ cdef struct Entry:
     bint refused                # its compression is not known here: nothing is summed
     char *value                 # what asynchronous pushes add to, nbytes; NULL: none yet, and so zeros
     uint32_t rounds             # that have ended
-    # For those who watch (server/notes.pxd):
+    # For those who watch (server/trace.pxd):
     int64_t opened_ns           # the open round's first push
     int64_t latest_ns           # ... and its latest one, by this worker
     uint32_t latest

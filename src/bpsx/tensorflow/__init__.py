@@ -18,7 +18,7 @@ if tuple(int(part) for part in _tf.__version__.split(".")[:2]) < (2, 21):
 from importlib import import_module as _import_module  # noqa: E402
 from typing import Any as _Any  # noqa: E402
 
-from bpsx.api import (  # noqa: E402
+from bpsx.api.verbs import (  # noqa: E402
     barrier,
     get_pushpull_speed,
     init,

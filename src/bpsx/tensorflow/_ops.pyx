@@ -7,12 +7,12 @@ from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
 from libc.stdlib cimport calloc, malloc
 
-from bpsx._adapter cimport Handle
-from bpsx._calls cimport Plan, end_call, keep, python_ends, submit, throw_away
-from bpsx.calls cimport (
+from bpsx.plugin.adapter cimport Handle
+from bpsx.plugin._async_ops cimport Plan, end_call, keep, python_ends, submit, throw_away
+from bpsx.plugin.async_op cimport (
     ABORTED, FAILED_PRECONDITION, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, Call, Caller, Part, free_call, new_call, room_for_dims,
 )
-from bpsx.core.sync cimport atomic_load, atomic_store
+from bpsx.system.sync cimport atomic_load, atomic_store
 from bpsx.tensorflow.c_api cimport OK, Api, Done, find_all, is_known, move, run
 from bpsx.tensorflow.operation cimport Execution, Kernel, drop_tensors, free_kernel
 

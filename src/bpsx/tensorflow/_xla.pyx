@@ -3,8 +3,8 @@
 from libc.stdint cimport int64_t, uint32_t
 from libc.string cimport memset, strlen
 
-from bpsx._calls cimport Plan, end_call, python_ends, submit
-from bpsx.calls cimport ABORTED, INTERNAL, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, Call, Caller, Part, free_call, new_call
+from bpsx.plugin._async_ops cimport Plan, end_call, python_ends, submit
+from bpsx.plugin.async_op cimport ABORTED, INTERNAL, INVALID_ARGUMENT, RESOURCE_EXHAUSTED, Call, Caller, Part, free_call, new_call
 from bpsx.tensorflow.xla cimport EXECUTE, Buffer, Ffi, Frame, Registration, asks_for_metadata, complete, error_of, find_ffi, future_of, is_understood
 
 import json

@@ -12,7 +12,7 @@ cdef extern from "<dlfcn.h>" nogil:
     int RTLD_LAZY, RTLD_NOLOAD
 
 cdef enum:
-    OK = 0                      # of a TF_Status; others are those of Why in bpsx/calls.pxd
+    OK = 0                      # of a TF_Status; others are those of Why in async_op.pxd
 
 cdef struct Api:
     # What an op is

@@ -8,12 +8,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from bpsx import _adapter
-from bpsx.archive import packed, unpacked
-from bpsx.keeping import kept_by_place
+from bpsx.plugin import adapter
+from bpsx.plugin.archive import packed, unpacked
+from bpsx.plugin.checkpoint import kept_by_place
+from bpsx.system.tracebacks import public_methods
 from bpsx.tensorflow.exchange import PREFIX
 from bpsx.tensorflow.names import names_of
-from bpsx.tracebacks import public_methods
 
 
 class Archived(tf.train.experimental.PythonState):  # type: ignore[misc]
@@ -53,7 +53,7 @@ class CompressionState(Archived):
         return kept_by_place(self._wires())
 
     def _load(self, saved: dict[str, Any]) -> None:
-        compressing = _adapter.session().compressing
+        compressing = adapter.session().compressing
         wires = self._wires()
         compressing.restore({wire: saved[str(i)] for i, wire in enumerate(wires) if str(i) in saved})
         compressing.forget([wire for i, wire in enumerate(wires) if str(i) not in saved])

@@ -8,20 +8,20 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from bpsx import _adapter
-from bpsx._adapter import check_flag
-from bpsx.choices import Params, check_params, choose
-from bpsx.counting import counted_together
 from bpsx.errors import ConfigError
-from bpsx.keeping import Keeping
-from bpsx.momentum import Momentum
+from bpsx.plugin import adapter
+from bpsx.plugin.adapter import check_flag
+from bpsx.plugin.checkpoint import Keeping
+from bpsx.plugin.compression_params import Params, check_params, choose
+from bpsx.plugin.momentum import Momentum
+from bpsx.session.refusals import counted_together
 from bpsx.tensorflow import startup, xla
 from bpsx.tensorflow.compression import Compressor, NoneCompressor, check_compression
 from bpsx.tensorflow.names import names_of, own_names_of
+from bpsx.tensorflow.op_order import in_graph
 from bpsx.tensorflow.ops import check_summable
-from bpsx.tensorflow.raw import sums
+from bpsx.tensorflow.primitives import sums
 from bpsx.tensorflow.sparse import sum_of_slices
-from bpsx.tensorflow.turns import in_graph
 
 PREFIX = "Gradient."
 #: Under this, with the first variable's name, eager workers count who has which gradients.
@@ -57,7 +57,7 @@ class Exchange:
         self._anew = anew
         self._given = verb, average, compression, params, sparse_as_dense, anew, has_momentum
         self._rates = False         # whether compression needs the learning rate
-        self._choices: dict[str, _adapter.Compression] = {}     # by the names of sources, of those that are compressed
+        self._choices: dict[str, adapter.Compression] = {}     # by the names of sources, of those that are compressed
         self._wires: list[str] = []                             # of which this has taken charge, in the order of sources
         self.keeping = Keeping(self._wires)
         self._declared: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()      # by session
@@ -89,7 +89,7 @@ class Exchange:
         if not self._anew and not self._params:
             return
         names = names_of(sources)
-        session = _adapter.session()
+        session = adapter.session()
         known = self._declared.setdefault(session, set())
         new = [name for name in names if name not in known]
         if new:
@@ -109,11 +109,11 @@ class Exchange:
         """The second use of a source in a graph goes by another name, and as the first."""
         for name, wire in zip(names, wires, strict=True):
             if name in self._choices:
-                _adapter.session().declare(wire, self._choices[name], anew=self._anew)
+                adapter.session().declare(wire, self._choices[name], anew=self._anew)
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Go on with what :attr:`keeping` has saved, now or when they are first exchanged."""
-        self.keeping.load(saved, _adapter.session() in self._declared)
+        self.keeping.load(saved, adapter.session() in self._declared)
 
     @counted_together(PREFIX, USERS, KINDS)
     def __call__(
@@ -161,7 +161,7 @@ class Exchange:
         tensors, wanted, urgent = [w for w, _ in wired], [wires[i] for i in dense], [-i for i in dense]
         if used:
             order = _order_of(wires)
-            one = _adapter.session().size if self._average else 1        # it goes with gradients that are averaged: the mean shall be the number
+            one = adapter.session().size if self._average else 1        # it goes with gradients that are averaged: the mean shall be the number
             tensors.append(tf.constant([one * used[i] for i in order], tf.int32))
             wanted.append(USERS + wires[order[0]])
             urgent.append(-len(found))
@@ -199,7 +199,7 @@ def _order_of(wires: Sequence[str]) -> list[int]:
 
 def _all_sparse(gradients: Sequence[Any], wires: Sequence[str]) -> list[bool]:
     """In eager code: which sources have sparse gradients, and dense ones nowhere. Workers ask each other where that is not known yet."""
-    known = _sparse.setdefault(_adapter.session(), {})
+    known = _sparse.setdefault(adapter.session(), {})
     unknown = [i for i in _order_of(wires) if wires[i] not in known]
     if unknown:
         is_sparse = [isinstance(gradients[i], tf.IndexedSlices) for i in unknown]

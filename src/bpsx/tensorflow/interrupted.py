@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from bpsx.tracebacks import CUT, shorten
+from bpsx.system.tracebacks import CUT, shorten
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _REPLACED = "REPLACED BY KeyboardInterrupt"
@@ -27,7 +27,7 @@ def was_interrupt(error: BaseException | None) -> bool:
 
 
 def public(function: _Function) -> _Function:
-    """As :func:`bpsx.tracebacks.public`, for TensorFlow's own errors, too."""
+    """As :func:`bpsx.system.tracebacks.public`, for TensorFlow's own errors, too."""
 
     @functools.wraps(function)
     def call(*args: Any, **more: Any) -> Any:

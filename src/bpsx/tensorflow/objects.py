@@ -1,4 +1,4 @@
-"""TensorFlow's tensors in :mod:`bpsx.objects`."""
+"""TensorFlow's tensors in :mod:`bpsx.plugin.objects`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from bpsx import encoding, objects
+from bpsx.plugin import encoding, objects
 
 
 class _Encoder(encoding.Encoder):

@@ -2,7 +2,7 @@
 from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport free
 
-from bpsx.calls cimport Call, Part, Waste, drop_dims
+from bpsx.plugin.async_op cimport Call, Part, Waste, drop_dims
 from bpsx.tensorflow.c_api cimport Api, Done
 
 cdef struct Kernel:             # an op as it stands in a graph, or as eager calls with these attributes share it

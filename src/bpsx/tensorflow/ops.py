@@ -6,13 +6,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from bpsx import _adapter
-from bpsx._adapter import check_name, check_priority, checked_root
-from bpsx.counting import counted
 from bpsx.dtypes import BY_NAME, UnsupportedDType
 from bpsx.errors import BpsxError, ConfigError
+from bpsx.plugin import adapter
+from bpsx.plugin.adapter import check_name, check_priority, checked_root
+from bpsx.session.refusals import counted
 from bpsx.tensorflow.compression import Compression, Compressor, check_compression
-from bpsx.tensorflow.raw import copies, sums
+from bpsx.tensorflow.primitives import copies, sums
 from bpsx.tensorflow.reductions import averages
 from bpsx.tensorflow.sparse import sum_of_slices
 from bpsx.tensorflow.tracing import as_it_is
@@ -34,7 +34,7 @@ def as_tensor(value: Any, what: str) -> tf.Tensor:
     """``value`` as a dense tensor. Raises :class:`UnsupportedTensor`; :class:`ConfigError` for a NumPy array with masked elements."""
     if isinstance(value, (tf.SparseTensor, tf.RaggedTensor)):
         raise UnsupportedTensor(f"{what}: a {type(value).__name__} cannot be sent; allowed are dense tensors and tf.IndexedSlices")
-    _adapter.check_unmasked(value, what)        # TensorFlow would drop the mask
+    adapter.check_unmasked(value, what)        # TensorFlow would drop the mask
     try:
         return tf.convert_to_tensor(value)
     except (TypeError, ValueError, tf.errors.InvalidArgumentError) as e:
@@ -59,7 +59,7 @@ def unnamed(verb: str, tensor: tf.Tensor) -> str:
 
 def check_async(enable_async: Any, verb: str) -> None:
     """Raise :class:`ConfigError` if a call asks for asynchronous training in a job that is synchronous: it is the job's, not the call's."""
-    if enable_async and not _adapter.session().config.asynchronous:
+    if enable_async and not adapter.session().config.asynchronous:
         raise ConfigError(f"{verb}: enable_async={enable_async!r}: whether training is asynchronous is said for the whole job, with "
                           "BYTEPS_ENABLE_ASYNC=1; leave it out")
 
@@ -95,7 +95,7 @@ def push_pull(
         check_async(enable_async, "push_pull")
     what = f"push_pull of {name!r}" if name else "push_pull"
     if isinstance(tensor, tf.IndexedSlices):
-        if _adapter.session().config.asynchronous:
+        if adapter.session().config.asynchronous:
             raise ConfigError(f"{what}: with BYTEPS_ENABLE_ASYNC=1 servers add to values of one shape: give a dense tensor, not tf.IndexedSlices")
         check_summable(tensor.values, what)
         return sum_of_slices(tensor, f"{scope}{name or unnamed('push_pull.sparse', tensor.values)}", mean, compression)
@@ -117,7 +117,7 @@ def broadcast(tensor: Any, root_rank: int, scope: str = "", name: str | None = N
     check_name(name, "broadcast")
     check_scope(scope, "broadcast")
     what = f"broadcast of {name!r}" if name else "broadcast"
-    root = checked_root(root_rank, "broadcast", _adapter.session().size)
+    root = checked_root(root_rank, "broadcast", adapter.session().size)
     dense = as_tensor(tensor, what)
     check_bytes(dense, what)
     return copies([dense], [f"{scope}{name or unnamed('broadcast', dense)}"], root)[0]

@@ -6,13 +6,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from bpsx.choices import Params
-from bpsx.momentum import has_momentum
+from bpsx.plugin.compression_params import Params
+from bpsx.plugin.momentum import has_momentum
+from bpsx.system.tracebacks import public
 from bpsx.tensorflow import v1
 from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.exchange import Exchange
 from bpsx.tensorflow.reductions import averages
-from bpsx.tracebacks import public
 
 
 @public

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from bpsx import _adapter
-from bpsx.tensorflow.raw import copies, sums
+from bpsx.plugin import adapter
+from bpsx.tensorflow.primitives import copies, sums
 
 
 @functools.cache
@@ -16,7 +16,7 @@ def _capacities() -> tuple[int, ...]:
     """All lengths that rows are filled up to: a name is never forgotten, so it needs few shapes."""
     found = [0]
     while found[-1] < 2**31:
-        found.append(_adapter.capacity(found[-1] + 1))
+        found.append(adapter.capacity(found[-1] + 1))
     return tuple(found)
 
 
@@ -35,7 +35,7 @@ def filled(rows: tf.Tensor, length: tf.Tensor) -> tf.Tensor:
 
 def counts_of(own: tf.Tensor, name: str) -> tf.Tensor:
     """What ``own``, an int64 scalar or vector, is on each worker, by rank. One small push_pull."""
-    ours = _adapter.session()
+    ours = adapter.session()
     mine = tf.one_hot(ours.rank, ours.size, dtype=tf.int64)
     mine = tf.reshape(mine, [-1, *[1] * own.shape.rank]) * own[None]
     return sums([mine], [name], average=False)[0]
@@ -50,7 +50,7 @@ def gathered(
     workers, as :func:`counts_of` gives it. On the wire: ``name + ".R"`` for each worker R with
     rows.
     """
-    ours = _adapter.session()
+    ours = adapter.session()
     lengths = capacities(counts)
     found: list[list[tf.Tensor]] = [[] for _ in parts]
     for root in range(ours.size):

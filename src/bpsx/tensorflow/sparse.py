@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from bpsx import _adapter
+from bpsx.plugin import adapter
 from bpsx.tensorflow.compression import Compressor
 from bpsx.tensorflow.rows import counts_of, gathered
 
@@ -18,7 +18,7 @@ def sum_of_slices(
     ``name + ".counts"``, one small push_pull, then ``name + ".values.R"`` and ``".indices.R"``, a
     broadcast of each for each worker R with rows.
     """
-    size = _adapter.session().size
+    size = adapter.session().size
     wire, ctx = compression.compress(tf.convert_to_tensor(slices.values))
     indices = tf.cast(slices.indices, tf.int64)
     counts = counts_of(tf.shape(indices, out_type=tf.int64)[0], f"{name}.counts")

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from bpsx import _adapter
 from bpsx.errors import MismatchError, PeerLostError
-from bpsx.startup_check import (
+from bpsx.plugin import adapter
+from bpsx.plugin.startup_check import (
     PREFIX,
     SAMPLES,
     digest,
@@ -30,9 +30,9 @@ from bpsx.startup_check import (
     stride_of,
     weights_problem,
 )
+from bpsx.system.tracebacks import warn
 from bpsx.tensorflow import xla
 from bpsx.tensorflow.names import created_before, names_of
-from bpsx.tracebacks import warn
 
 _CALL = (
     "broadcast_variables(model.variables, root_rank=0), or with Keras' fit give the callback "
@@ -113,7 +113,7 @@ class GraphSteps:
             error = meaning_problem(rows, self._what, _here(self._named), "variables", _ORDER)
             if error:
                 raise MismatchError(error)
-        config = _adapter.session().config
+        config = adapter.session().config
         return np.bool_(run == 2 and config.check_weights != "off" and not config.asynchronous)
 
     def compare(self, *samples: np.ndarray) -> np.bool_:
@@ -121,7 +121,7 @@ class GraphSteps:
         parts = [part for name, s in zip(self._named, samples) for part in (name.encode(), s.tobytes())]
         rows = rows_of_all(f"{PREFIX}{next(iter(self._named))}, again", [1, digest(parts)])
         problem = weights_problem(rows, self._what, _CALL)
-        if problem and _adapter.session().config.check_weights == "error":
+        if problem and adapter.session().config.check_weights == "error":
             raise MismatchError(problem)
         if problem:
             warn(problem)
@@ -142,7 +142,7 @@ def compared(verb: str, sources: Sequence[Any]) -> list[Doubt | GraphSteps]:
     Raises :class:`~bpsx.errors.MismatchError`, on all workers and from then on, if workers mean
     different things by a name; once, with ``BPSX_CHECK_WEIGHTS=error``, if values differ.
     """
-    session = _adapter.session()
+    session = adapter.session()
     in_graph = not tf.executing_eagerly() and not tf.inside_function()
     if not session.config.distributed or not (in_graph or _are_readable(sources)):
         return []
@@ -190,7 +190,7 @@ def _are_readable(sources: Sequence[Any]) -> bool:
 
 
 def _compare(job: _Job, verb: str, named: Mapping[str, Any]) -> None:
-    session = _adapter.session()
+    session = adapter.session()
     first, what = min(named), _what_of(verb, named)
     # In asynchronous training the first step makes weights alike.
     checks = "off" if session.config.asynchronous else session.config.check_weights

@@ -7,14 +7,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from bpsx.choices import Params
 from bpsx.errors import ConfigError
-from bpsx.tensorflow.asynchronous import refuse_gradients
+from bpsx.plugin.compression_params import Params
+from bpsx.system.tracebacks import public, public_methods
+from bpsx.tensorflow.async_training import refuse_gradients
 from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.exchange import Exchange
 from bpsx.tensorflow.reductions import averages
 from bpsx.tensorflow.tracing import as_it_is
-from bpsx.tracebacks import public, public_methods
 
 
 @public_methods

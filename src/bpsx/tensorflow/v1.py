@@ -6,15 +6,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from bpsx import _adapter
-from bpsx._adapter import checked_passes
 from bpsx.errors import ConfigError
-from bpsx.momentum import Momentum
-from bpsx.tensorflow.asynchronous import Weights
+from bpsx.plugin import adapter
+from bpsx.plugin.adapter import checked_passes
+from bpsx.plugin.momentum import Momentum
+from bpsx.system.tracebacks import public_methods
+from bpsx.tensorflow.async_training import Weights
 from bpsx.tensorflow.exchange import Exchange, in_last
 from bpsx.tensorflow.names import names_of
 from bpsx.tensorflow.tracing import as_it_is
-from bpsx.tracebacks import public_methods
 
 
 class Accumulated:
@@ -65,7 +65,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         """As the optimizer's own, and then summed or averaged over all workers. With ``backward_passes_per_step`` they are complete in the last pass;
         :meth:`apply_gradients` knows when."""
         pairs = list(self._optimizer.compute_gradients(*args, **kwargs))
-        if _adapter.session().config.asynchronous:
+        if adapter.session().config.asynchronous:
             return pairs
         if self._passes is None:
             return self._exchanged(pairs)
@@ -88,7 +88,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
             with self._momentum.off():
                 return self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
 
-        if _adapter.session().config.asynchronous:
+        if adapter.session().config.asynchronous:
             self._exchange.check_async()
             return self._weights.step(apply, [v for g, v in pairs if g is not None])
         if self._passes is None or self._last is None:

@@ -7,15 +7,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from bpsx import _adapter
-from bpsx._adapter import checked_root
-from bpsx.counting import counted_together
 from bpsx.errors import ConfigError
+from bpsx.plugin import adapter
+from bpsx.plugin.adapter import checked_root
+from bpsx.session.refusals import counted_together
+from bpsx.system.tracebacks import public, public_methods
 from bpsx.tensorflow.names import names_of
 from bpsx.tensorflow.ops import check_bytes, check_scope
-from bpsx.tensorflow.raw import copies
+from bpsx.tensorflow.primitives import copies
 from bpsx.tensorflow.tracing import as_it_is
-from bpsx.tracebacks import public, public_methods
 
 PREFIX = "Variable."
 
@@ -34,7 +34,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int, scope: str = "
 
 
 def _broadcast_variables(variables: Iterable[Any], root_rank: int, scope: str) -> Any:
-    root = checked_root(root_rank, "broadcast_variables", _adapter.session().size)
+    root = checked_root(root_rank, "broadcast_variables", adapter.session().size)
     check_scope(scope, "broadcast_variables")
     if hasattr(variables, "assign") or not isinstance(variables, Iterable):
         raise ConfigError(f"broadcast_variables: variables is a {type(variables).__name__}; a list of variables is needed, as model.variables")
@@ -70,8 +70,8 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
 
     def __init__(self, root_rank: int, device: str = "") -> None:
         super().__init__()
-        if _adapter.initialised():
-            checked_root(root_rank, "BroadcastGlobalVariablesHook", _adapter.session().size)
+        if adapter.initialised():
+            checked_root(root_rank, "BroadcastGlobalVariablesHook", adapter.session().size)
         self.root_rank, self._operation, self._graph = root_rank, None, None
 
     def begin(self) -> None:

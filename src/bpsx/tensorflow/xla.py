@@ -14,8 +14,8 @@ import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
 from bpsx.tensorflow import _xla
+from bpsx.tensorflow.op_order import touches
 from bpsx.tensorflow.tracing import UnsupportedCompilation, is_compiled
-from bpsx.tensorflow.turns import touches
 
 __all__ = ["UnsupportedCompilation", "call", "is_compiled"]
 

@@ -15,7 +15,7 @@ except ModuleNotFoundError as _error:
 if not hasattr(_torch.Tensor, "register_post_accumulate_grad_hook"):
     raise ImportError(f"bpsx.torch needs PyTorch 2.1 or newer, this is {_torch.__version__}: pip install --upgrade torch", name="torch")
 
-from bpsx.api import (  # noqa: E402
+from bpsx.api.verbs import (  # noqa: E402
     barrier,
     get_pushpull_speed,
     join,
@@ -26,11 +26,11 @@ from bpsx.api import (  # noqa: E402
     size,
     suspend,
 )
+from bpsx.torch.all_gather import all_gather  # noqa: E402
 from bpsx.torch.batch_norm import SyncBatchNorm  # noqa: E402
 from bpsx.torch.broadcast import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
 from bpsx.torch.compression import Compression  # noqa: E402
 from bpsx.torch.exchange import GradientOrderError  # noqa: E402
-from bpsx.torch.gather import all_gather  # noqa: E402
 from bpsx.torch.objects import ObjectError, all_gather_object, broadcast_object  # noqa: E402
 from bpsx.torch.ops import (  # noqa: E402
     UnsupportedTensor,
@@ -55,7 +55,7 @@ if _torch.distributed.is_available():
     _rendezvous.register()
     _process_group.register()
 else:
-    from bpsx.api import init, resume
+    from bpsx.api.verbs import init, resume
 
 #: BytePS's name for it.
 byteps_push_pull = push_pull_async_inplace

@@ -1,9 +1,9 @@
 # What _settling.pyx sees of _gradients.pyx.
 from libc.stdint cimport int64_t, uint64_t
 
-from bpsx._adapter cimport Item
+from bpsx.plugin.adapter cimport Item
 from bpsx.torch.dlpack cimport Seen
-from bpsx.torch.turn cimport Turn
+from bpsx.torch.rlock cimport Turn
 
 cdef enum:
     UNCOUNTED = -1              # a version that nobody counts

@@ -6,7 +6,7 @@ from weakref import ref
 
 import torch
 
-from bpsx._adapter import Item, Streams
+from bpsx.plugin.adapter import Item, Streams
 
 #: A test may take all memory for the first GPU's. Then it is called with that of each gradient: address, bytes, PyTorch's storage.
 ALL_ON_GPU: Callable[[int, int, Any], None] | None
@@ -87,8 +87,9 @@ class Batch:
     """What one optimizer's hooks have been given and have not begun yet. Thread-safe.
 
     ``begin``: of items, their GPU, what gives its current stream, and the stream that made them, begins them as
-    :meth:`bpsx.session.Session.push_pull_all` does; ``begin_alone``: of a gradient and its name gives a :class:`Pushed`; ``begin_here``: begins an
-    item on the host as :meth:`bpsx.session.Session.push_pull_known` does; ``worth``: gives how many bytes are worth beginning.
+    :meth:`bpsx.session.session.Session.push_pull_all` does; ``begin_alone``: of a gradient and its name gives a :class:`Pushed`;
+    ``begin_here``: begins an item on the host as
+    :meth:`bpsx.session.session.Session.push_pull_known` does; ``worth``: gives how many bytes are worth beginning.
     """
 
     #: Hooks may leave out what they check otherwise: see :meth:`bpsx.torch.exchange.Exchange.accumulated`.

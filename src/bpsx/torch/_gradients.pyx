@@ -12,11 +12,11 @@ cimport cython
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint64_t
 
-from bpsx._adapter cimport Handle, Item
+from bpsx.plugin.adapter cimport Handle, Item
 from bpsx.torch.dlpack cimport ON_CPU, ON_CUDA, Seen, Table, address, elements, has_shape, is_contiguous, look, shape_of, table_of
-from bpsx.torch.turn cimport Turn, drop_turn, end_turn, new_turn, take_turn
+from bpsx.torch.rlock cimport Turn, drop_turn, end_turn, new_turn, take_turn
 
-from bpsx.torch.eager import eager, set_compiler
+from bpsx.torch.dynamo import eager, set_compiler
 from bpsx.torch.ops import SUMMED, streams_of
 
 cdef enum:
@@ -225,9 +225,9 @@ cdef class Batch:
         drop_turn(&self.turn)
 
     def __init__(self, begin, begin_alone, begin_here, worth) -> None:
-        """``begin``: of a list of :class:`bpsx._handle.Item`, their GPU, what gives its current stream, and the stream that made them, begins them as
-        :meth:`bpsx.session.Session.push_pull_all` does; ``begin_alone``: of a gradient and its name gives a :class:`Pushed`; ``begin_here``: begins
-        an item on the host as :meth:`bpsx.session.Session.push_pull_known` does; ``worth``: gives how many bytes are worth beginning."""
+        """``begin``: of a list of :class:`bpsx.core._handle.Item`, their GPU, what gives its current stream, and the stream that made them, begins them as
+        :meth:`bpsx.session.session.Session.push_pull_all` does; ``begin_alone``: of a gradient and its name gives a :class:`Pushed`; ``begin_here``: begins
+        an item on the host as :meth:`bpsx.session.session.Session.push_pull_known` does; ``worth``: gives how many bytes are worth beginning."""
         self.begin, self.begin_alone, self.worth = eager(begin), eager(begin_alone), eager(worth)
         self.begin_here = begin_here
         self.waiting, self.device = [], -2

@@ -2,7 +2,7 @@
 """The wait for the gradients of a step, of which there may be thousands: what is asked of each of them, and how it ends."""
 from libc.stdint cimport int64_t, uint64_t
 
-from bpsx._adapter cimport Handle
+from bpsx.plugin.adapter cimport Handle
 from bpsx.torch._gradients cimport UNCOUNTED, Failed, Managed, Pushed, counted, place_of
 
 from bpsx.torch.ops import mark_all_written

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bpsx import _adapter
 from bpsx.errors import ConfigError
-from bpsx.torch.eager import eager
-from bpsx.torch.gather import all_gather_async
+from bpsx.plugin import adapter
+from bpsx.torch.all_gather import all_gather_async
+from bpsx.torch.dynamo import eager
 from bpsx.torch.ops import check_tensor, push_pull
 
 _numbers = itertools.count()
@@ -77,14 +77,14 @@ class SyncBatchNorm(_BatchNorm):  # type: ignore[misc]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise ``input``; in training mode also update the running statistics."""
         self._check_input_dim(input)
-        if not self.training or _adapter.session().size == 1:
+        if not self.training or adapter.session().size == 1:
             result: torch.Tensor = super().forward(input)
             return result
         return self._synchronised(input)
 
     @eager
     def _synchronised(self, input: torch.Tensor) -> torch.Tensor:
-        if _adapter.session().config.asynchronous:
+        if adapter.session().config.asynchronous:
             raise ConfigError("SyncBatchNorm with BYTEPS_ENABLE_ASYNC=1: workers that do not wait for each other have no batches together")
         check_tensor(input, f"input of SyncBatchNorm {self.wire_name!r}")
         statistics = _joined(input.detach(), self.wire_name)
@@ -126,7 +126,7 @@ def _joined(input: torch.Tensor, name: str) -> tuple[int, torch.Tensor, torch.Te
     if values:
         variance, mean = torch.var_mean(input.to(_wide(input.dtype)), [0, *range(2, input.dim())], correction=0)
         mine[0], mine[1:channels + 1], mine[channels + 1:] = values, mean, variance.double() * values
-    parts = all_gather_async([torch.empty_like(mine) for _ in range(_adapter.session().size)], mine, name).wait()
+    parts = all_gather_async([torch.empty_like(mine) for _ in range(adapter.session().size)], mine, name).wait()
     count, mean, squares = 0, mine.new_zeros(channels), mine.new_zeros(channels)
     for part in parts:
         n = int(part[0])

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bpsx import _adapter
-from bpsx._adapter import TensorView, checked_root
-from bpsx.counting import counted
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError, ConfigError
-from bpsx.objects import broadcast_bytes
-from bpsx.torch.encoding import Encoder, StateError, decode, empty_for
+from bpsx.plugin import adapter
+from bpsx.plugin.adapter import TensorView, checked_root
+from bpsx.plugin.objects import broadcast_bytes
+from bpsx.session.refusals import counted
+from bpsx.system.tracebacks import public
 from bpsx.torch.ops import Handle, check_tensor, check_writable, dtype_name, is_plain, mark_written, plain_copy, view_at, view_of
-from bpsx.tracebacks import public
+from bpsx.torch.serialization import Encoder, StateError, decode, empty_for
 
 
 @public
@@ -31,9 +31,9 @@ def broadcast_parameters(params: Any, root_rank: int, prefix: str = "Parameter."
     :class:`~bpsx.torch.UnsupportedTensor`, and what :func:`bpsx.torch.synchronize` raises.
     """
     pairs = _named_tensors(params)
-    root = checked_root(root_rank, "broadcast_parameters", _adapter.session().size)
+    root = checked_root(root_rank, "broadcast_parameters", adapter.session().size)
     _check_prefix(prefix, "broadcast_parameters")
-    if _adapter.session().size > 1:
+    if adapter.session().size > 1:
         _broadcast_all(pairs, root, prefix)
 
 
@@ -49,9 +49,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 
     Raises also what :func:`broadcast_parameters` raises, and :class:`~bpsx.errors.ConfigError` for what is no optimizer.
     """
-    from bpsx.torch.gather import check_alike  # it is built on this module
+    from bpsx.torch.all_gather import check_alike  # it is built on this module
 
-    verb, ours = "broadcast_optimizer_state", _adapter.session()
+    verb, ours = "broadcast_optimizer_state", adapter.session()
     root = checked_root(root_rank, verb, ours.size)
     _check_prefix(prefix, verb)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -110,7 +110,7 @@ class Overwriting:
 
     def __init__(self, tensor: torch.Tensor, root: int, name: str, typed: bool = False) -> None:
         self._tensor, self._stage = tensor, plain_copy(tensor)
-        ours = _adapter.session()
+        ours = adapter.session()
         self._keeps = ours.rank == root
         view = view_of(self._stage, dtype_name(self._stage)) if typed else bytes_view(self._stage)
         self._handle: Handle = ours.broadcast(name, view, root)

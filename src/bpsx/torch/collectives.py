@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bpsx import _adapter
-from bpsx._adapter import capacity, checked_root
 from bpsx.dtypes import BY_NAME
 from bpsx.errors import BpsxError, ConfigError, MismatchError
+from bpsx.plugin import adapter
+from bpsx.plugin.adapter import capacity, checked_root
+from bpsx.torch.all_gather import all_gather_async
 from bpsx.torch.broadcast import bytes_view
-from bpsx.torch.gather import all_gather_async
 from bpsx.torch.ops import check_tensor, check_writable, dtype_name, is_plain, mark_written, plain_copy, submit
 from bpsx.torch.work import Collective
 
@@ -76,7 +76,7 @@ class Group:
             if stage.dtype is torch.uint8:
                 sent = _packed(stage if root == self.rank else None, stage.numel())
                 begun.finish.append(functools.partial(_unpack, sent, stage, what))
-            begun.handles.append(_adapter.session().broadcast(f"{self.name}.{wire}", bytes_view(sent), root))
+            begun.handles.append(adapter.session().broadcast(f"{self.name}.{wire}", bytes_view(sent), root))
         if finish is not None:
             begun.finish.append(finish)
         return begun

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from bpsx.casting import Compressor, NoneCompressor
-from bpsx.casting import check_compression as _check
+from bpsx.plugin.wire_cast import Compressor, NoneCompressor
+from bpsx.plugin.wire_cast import check_compression as _check
 
 __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor", "check_compression"]
 

@@ -14,16 +14,19 @@ import torch
 from torch import nn
 from torch.optim import optimizer as _base
 
-from bpsx import _adapter
-from bpsx._adapter import checked_passes
-from bpsx.api import local_rank, local_size, rank, shutdown, size
+from bpsx.api.verbs import local_rank, local_size, rank, shutdown, size
 from bpsx.errors import ConfigError
+from bpsx.plugin import adapter
+from bpsx.plugin.adapter import checked_passes
+from bpsx.system.tracebacks import public_methods
 from bpsx.torch import init
 from bpsx.torch._gradients import Managed, Pushed
 from bpsx.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from bpsx.torch.compression import Compression, Compressor
-from bpsx.torch.eager import eager
+from bpsx.torch.dynamo import eager
 from bpsx.torch.exchange import Exchange, GradientOrderError, Kind
+from bpsx.torch.exchange_round import Round, ended, raise_first
+from bpsx.torch.module_hooks import Serving, check_model
 from bpsx.torch.noted import OWN, Noted
 from bpsx.torch.ops import poll, push_pull_async_inplace, synchronize
 from bpsx.torch.optimizer import (
@@ -36,9 +39,6 @@ from bpsx.torch.optimizer import (
     needs_sparse,
     takes_closure,
 )
-from bpsx.torch.serving import Serving, check_model
-from bpsx.torch.under_way import Round, ended, raise_first
-from bpsx.tracebacks import public_methods
 
 #: BytePS's name for it, which this module of its offers too.
 byteps_push_pull = push_pull_async_inplace
@@ -92,7 +92,7 @@ def CrossBarrier(  # noqa: N802  (BytePS's name)
     check_model(model)
     if not isinstance(num_steps, int) or num_steps < 1:
         raise ConfigError(f"CrossBarrier: num_steps={num_steps!r}: allowed are integers from 1")
-    config = _adapter.session().config
+    config = adapter.session().config
     if config.asynchronous:
         raise ConfigError("CrossBarrier: BYTEPS_ENABLE_ASYNC=1 has no barrier to cross: use DistributedOptimizer")
     names = names_of(optimizer, named_parameters, "CrossBarrier")
@@ -193,7 +193,7 @@ class _Barrier(Exchange):
 
     def can_defer(self, optimizer: _CrossBarrier) -> bool:
         """Whether this step may be put off. Counts it."""
-        self.active = _adapter.session().config.distributed     # resume() may have changed it
+        self.active = adapter.session().config.distributed     # resume() may have changed it
         last, self._steps_left = self._steps_left <= 1, max(self._steps_left - 1, 0)
         ours = vars(optimizer)
         hooks = (_base._global_optimizer_pre_hooks, _base._global_optimizer_post_hooks, ours.get("_optimizer_step_pre_hooks"),

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bpsx import _adapter
 from bpsx.errors import ConfigError
+from bpsx.plugin import adapter
 from bpsx.torch.compression import Compression, Compressor, check_compression
 from bpsx.torch.ddp_models import name_of
-from bpsx.torch.eager import eager
+from bpsx.torch.dynamo import eager
 from bpsx.torch.futures import COMPLETER
 from bpsx.torch.ops import check_tensor, mark_written, submit
 from bpsx.torch.profiling import profiled, recorded
@@ -61,7 +61,7 @@ def ddp_comm_hook(state: DDPHookState | None, bucket: dist.GradBucket) -> torch.
     options = _DEFAULT if state is None else state
     if not isinstance(options, DDPHookState):
         raise ConfigError(f"ddp_comm_hook: state must be None or a bpsx.torch.DDPHookState, not {type(options).__name__}")
-    ours = _adapter.session()
+    ours = adapter.session()
     if ours.size == 1 < dist.get_world_size():
         raise ConfigError(f"ddp_comm_hook: bpsx's job is this process alone, but PyTorch's process group has {dist.get_world_size()}, and nothing "
                           "would be averaged: call init_process_group before bpsx.torch.init(), or start the script with bpsx-run or torchrun")

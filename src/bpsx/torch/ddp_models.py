@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from bpsx.owners import Owner, claim
+from bpsx.plugin.owners import Owner, claim
 
 _numbers = itertools.count()
 #: Each model with its number in the order in which this process has made them: all workers make the

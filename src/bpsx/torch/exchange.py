@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from bpsx import _adapter
-from bpsx.counting import counted
 from bpsx.errors import ConfigError, MismatchError
+from bpsx.plugin import adapter
+from bpsx.session.refusals import counted
 from bpsx.torch import _settling
 from bpsx.torch._gradients import Hook, Managed, version
-from bpsx.torch.batch import Named, batch_of, push
+from bpsx.torch.bucket import Named, batch_of, push
 from bpsx.torch.compression import Compressor, NoneCompressor
+from bpsx.torch.exchange_round import Round, ended, raise_first, zero_gradient
 from bpsx.torch.looking import Trainer
 from bpsx.torch.ops import Handle, check_tensor, mark_written, submit, summable
 from bpsx.torch.order_errors import GradientOrderError as GradientOrderError
@@ -30,8 +31,7 @@ from bpsx.torch.order_errors import (
 from bpsx.torch.owner import PREFIX, ExchangeOwner
 from bpsx.torch.sparse import DENSE, SparseSum, check_sparse, empty_like
 from bpsx.torch.startup import StartupCheck
-from bpsx.torch.under_way import Round, ended, raise_first, zero_gradient
-from bpsx.torch.users import Users
+from bpsx.torch.unused_parameters import Users
 
 #: Under this, with the first parameter's name, the workers agree on which gradients are sparse.
 KINDS = "Kinds of gradients from "
@@ -70,7 +70,7 @@ class Exchange:
 
     def __init__(
         self, names: list[tuple[str, torch.Tensor]], compression: type[Compressor] | None, passes: int, active: bool,
-        sparse_as_dense: bool = False, average: bool = True, choices: dict[str, _adapter.Compression] | None = None,
+        sparse_as_dense: bool = False, average: bool = True, choices: dict[str, adapter.Compression] | None = None,
         rate: Callable[[torch.Tensor], float] | None = None, what: str = "DistributedOptimizer",
         ordinal: int | None = None,
     ) -> None:
@@ -116,7 +116,7 @@ class Exchange:
             what = f"parameter {name!r}"
             check_tensor(parameter, what)
             summable(parameter, what)
-        _adapter.session().declare(PREFIX + name, self.choices.get(name), anew=True)
+        adapter.session().declare(PREFIX + name, self.choices.get(name), anew=True)
 
     @property
     def under_way(self) -> bool:
@@ -228,7 +228,7 @@ class Exchange:
 
         ``discard``: the gradients are going to be thrown away, so it does not matter what has been written to them meanwhile.
         """
-        self.active = _adapter.session().config.distributed     # resume() may have changed it
+        self.active = adapter.session().config.distributed     # resume() may have changed it
         if not self.active and not self.under_way:
             return
         with self.trainer.at_work():
@@ -365,7 +365,7 @@ class Exchange:
 
     def _follow_job(self) -> None:
         """In a job resumed with other workers nobody knows what had been agreed in the one before."""
-        session = _adapter.session()
+        session = adapter.session()
         if session is not self._session:
             self._session, self._late = session, None
             for managed in self._managed:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from bpsx import _adapter
 from bpsx.errors import ConfigError
+from bpsx.plugin import adapter
 
 Groups = list[dict[str, Any]]
 _WHAT = "DistributedOptimizer: compression_params: momentum='nesterov'"
@@ -48,7 +48,7 @@ class Decayed:
 class TakenOver:
     """The momentum of those groups of an optimizer whose gradients get theirs on the way. Not thread-safe."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], choices: Mapping[str, _adapter.Compression]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], choices: Mapping[str, adapter.Compression]) -> None:
         self._momenta: dict[int, float] = {}                # by group: what it was
         self._decayed: dict[int, list[Decayed]] = {}
         for i, group in enumerate(optimizer.param_groups):

@@ -1,4 +1,4 @@
-"""Python objects from one worker to all, and from all to all: :mod:`bpsx.objects` with tensors."""
+"""Python objects from one worker to all, and from all to all: :mod:`bpsx.plugin.objects` with tensors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from bpsx import objects
-from bpsx.counting import counted
-from bpsx.objects import ObjectError
-from bpsx.torch.encoding import Encoder, decode, empty_for
+from bpsx.plugin import objects
+from bpsx.plugin.objects import ObjectError
+from bpsx.session.refusals import counted
+from bpsx.system.tracebacks import public
 from bpsx.torch.ops import plain_copy
-from bpsx.tracebacks import public
+from bpsx.torch.serialization import Encoder, decode, empty_for
 
 __all__ = ["ObjectError", "all_gather_object", "broadcast_object"]
 

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bpsx import _adapter
-from bpsx._adapter import TensorView, check_handle, check_name, check_priority
-from bpsx.counting import counted
+from bpsx.api.staged import Handle as Handle
+from bpsx.api.staged import StagedHandle
 from bpsx.dtypes import BY_NAME, UnsupportedDType
 from bpsx.errors import BpsxError, ConfigError
-from bpsx.staged import Handle as Handle
-from bpsx.staged import StagedHandle
+from bpsx.plugin import adapter
+from bpsx.plugin.adapter import TensorView, check_handle, check_name, check_priority
+from bpsx.session.refusals import counted
 from bpsx.torch.compression import Compression, Compressor, check_compression
-from bpsx.torch.eager import eager
+from bpsx.torch.dynamo import eager
 from bpsx.torch.profiling import followed, profiled
 
 _ALLOWED = f"allowed are dense tensors of {', '.join(BY_NAME)}, on the CPU or a CUDA device"
@@ -171,7 +171,7 @@ def submit(
         else:
             stage_out = stage_in if output is source else output.detach()
     view = view_of(stage_in, dtype)
-    handle: Handle = _adapter.session().push_pull(
+    handle: Handle = adapter.session().push_pull(
         name or unnamed("push_pull", source), view, view if stage_out is stage_in else view_of(stage_out, dtype), average=average, priority=priority,
         will_wait=will_wait, result=output, **({"rate": rate} if rate >= 0 else {}))
     return StagedHandle(handle, functools.partial(_overwrite, output, stage_out), output) if staged else handle
@@ -199,7 +199,7 @@ def _checked(tensor: Any, average: bool, name: str | None, version: int, priorit
 
 
 def _check_arguments(average: Any, name: Any, version: Any, priority: Any) -> None:
-    _adapter.check_flag(average, "average", "push_pull")
+    adapter.check_flag(average, "average", "push_pull")
     check_name(name, "push_pull")
     if not isinstance(version, int):
         raise ConfigError(f"push_pull: version must be an integer, not {type(version).__name__}")
@@ -282,7 +282,7 @@ class _PushPull(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _differentiable(tensor: torch.Tensor, options: _Options) -> torch.Tensor:
-    if tensor.requires_grad and torch.is_grad_enabled() and not _adapter.session().config.asynchronous:
+    if tensor.requires_grad and torch.is_grad_enabled() and not adapter.session().config.asynchronous:
         result: torch.Tensor = _PushPull.apply(tensor, options)
         return result
     return _summed(tensor, options)
@@ -359,4 +359,4 @@ def declare(name: str) -> int:
 
     Raises :class:`~bpsx.errors.ConfigError` for what is no name: it has 1 to 4096 bytes of UTF-8.
     """
-    return int(_adapter.session().declare(name))
+    return int(adapter.session().declare(name))

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from bpsx import _adapter
-from bpsx._adapter import checked_passes
-from bpsx.choices import Params, choose
 from bpsx.errors import ConfigError
+from bpsx.plugin import adapter
+from bpsx.plugin.adapter import checked_passes
+from bpsx.plugin.compression_params import Params, choose
+from bpsx.system.tracebacks import public, public_methods, warn
 from bpsx.torch import checkpoint
-from bpsx.torch.asynchronous import AsyncExchange
+from bpsx.torch.async_training import AsyncExchange
 from bpsx.torch.compression import Compression, Compressor, check_compression
-from bpsx.torch.eager import eager
+from bpsx.torch.dynamo import eager
 from bpsx.torch.exchange import Exchange, GradientOrderError
 from bpsx.torch.momentum import TakenOver, momentum_of
 from bpsx.torch.owner import PREFIX, generated_name, new_ordinal
-from bpsx.tracebacks import public, public_methods, warn
 
 
 @public
@@ -121,7 +121,7 @@ def check_optimizer(optimizer: Any, verb: str = "DistributedOptimizer") -> None:
 def check_options(compression: Any, sparse_as_dense: Any, verb: str = "DistributedOptimizer") -> None:
     """Raise :class:`ConfigError` for a compressor that is none, or for neither True nor False."""
     check_compression(compression, verb)
-    _adapter.check_flag(sparse_as_dense, "sparse_as_dense", verb)
+    adapter.check_flag(sparse_as_dense, "sparse_as_dense", verb)
 
 
 def mix_in(mixin: type[_DistributedOptimizer], optimizer: torch.optim.Optimizer, exchange: Exchange) -> torch.optim.Optimizer:
@@ -316,7 +316,7 @@ class _DistributedOptimizer(_Base):
         exchange = self._exchange
         if not exchange.choices or not exchange.active:
             return {}
-        if not _adapter.initialised():
+        if not adapter.initialised():
             warn("after shutdown() an optimizer's state_dict() has nothing of what compression keeps: take it before")
             return {}
         exchange.look()
@@ -361,10 +361,10 @@ def needs_sparse(optimizer: torch.optim.Optimizer) -> bool:
 
 def _exchange_for(
     optimizer: torch.optim.Optimizer, names: Names, compression: type[Compressor], passes: int,
-    sparse_as_dense: bool, average: bool, choices: dict[str, _adapter.Compression],
+    sparse_as_dense: bool, average: bool, choices: dict[str, adapter.Compression],
 ) -> Exchange:
     """Of gradients, or of weights in asynchronous training. Raises :class:`ConfigError`."""
-    config, what = _adapter.session().config, f"DistributedOptimizer ({type(optimizer).__name__})"
+    config, what = adapter.session().config, f"DistributedOptimizer ({type(optimizer).__name__})"
     if not config.asynchronous:
         exchange = Exchange(names, compression, passes, config.distributed, sparse_as_dense, average,
                             choices, _rates(optimizer), what, names.ordinal)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bpsx.errors import BpsxError, MismatchError
 from bpsx.torch._gradients import Managed, is_alone, version
-from bpsx.torch.users import Count
+from bpsx.torch.unused_parameters import Count
 
 
 class GradientOrderError(BpsxError, RuntimeError):

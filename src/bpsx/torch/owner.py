@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from bpsx import _adapter
-from bpsx.owners import Owner, claim, is_owned, next_ordinal
+from bpsx.plugin import adapter
+from bpsx.plugin.owners import Owner, claim, is_owned, next_ordinal
 
 PREFIX = "Gradient."
 #: With the id of a parameter, a name that only live optimizers of this process know: of two without
@@ -46,7 +46,7 @@ class ExchangeOwner(Owner):
     def claim(self, names: Mapping[str, torch.Tensor]) -> None:
         """Register parameters by name. Raises :class:`ConfigError` if another live owner has one of
         the names."""
-        self.session = _adapter.session()
+        self.session = adapter.session()
         wanted: dict[str, Any] = {PREFIX + name: parameter for name, parameter in names.items()}
         if self.ordinal is not None:
             wanted |= {f"{_UNNAMED}{id(parameter)}": parameter for parameter in names.values()}
@@ -64,7 +64,7 @@ class ExchangeOwner(Owner):
         So does one for others, as in the next fold of a
         cross-validation, if nothing but this one's optimizer knows its parameters any more."""
         exchange = self._exchange()
-        if exchange is None or self.session is not _adapter.session():
+        if exchange is None or self.session is not adapter.session():
             return ""  # of a job that has ended
         if same:
             return (
@@ -101,7 +101,7 @@ def new_ordinal() -> int:
     the same order. Raises
     :class:`~bpsx.errors.NotInitializedError`."""
     return next_ordinal(
-        _adapter.session(), "optimizer", lambda n: is_owned(PREFIX + generated_name(n, 0, 0))
+        adapter.session(), "optimizer", lambda n: is_owned(PREFIX + generated_name(n, 0, 0))
     )
 
 

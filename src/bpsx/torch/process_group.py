@@ -13,15 +13,15 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from bpsx import _adapter
-from bpsx.counting import counted
 from bpsx.errors import ConfigError
+from bpsx.plugin import adapter
+from bpsx.session.refusals import counted
+from bpsx.system.tracebacks import warn
 from bpsx.torch.collectives import Group, UnsupportedCollective
-from bpsx.torch.eager import eager_methods
+from bpsx.torch.dynamo import eager_methods
 from bpsx.torch.profiling import profiled, recorded
 from bpsx.torch.rendezvous import init, init_as
 from bpsx.torch.work import Collective, Waiting, Work
-from bpsx.tracebacks import warn
 
 NAME = "bpsx"
 
@@ -270,7 +270,7 @@ def create(options: Any, _: Any) -> ProcessGroup:
         init()
     else:
         init_as(options.store, rank, size)
-    ours = _adapter.session()
+    ours = adapter.session()
     if ours.config.asynchronous:
         raise ConfigError("the backend \"bpsx\" sums what all workers bring, which BYTEPS_ENABLE_ASYNC=1 rules out")
     if not ranks and (rank, size) != (ours.rank, ours.size):

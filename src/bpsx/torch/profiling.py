@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.profiler import record_function
 
-from bpsx._adapter import Handle, Item
+from bpsx.plugin.adapter import Handle, Item
 
 _Begun = TypeVar("_Begun")
 _FutureOf = Callable[[_Begun], "torch.futures.Future[Any]"]

@@ -1,7 +1,7 @@
 """How PyTorch's and bpsx's ways of coming together find each other.
 
 Under ``bpsx-run`` worker 0 opens PyTorch's store and tells the others through bpsx. Elsewhere bpsx lacks a scheduler: the workers meet at
-torchrun's store, or at that of PyTorch's process group, and start what is missing (:mod:`bpsx.torchrun`).
+torchrun's store, or at that of PyTorch's process group, and start what is missing (:mod:`bpsx.api.torchrun`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 
-from bpsx import _adapter
 from bpsx.errors import BpsxError, ConfigError, RendezvousError
-from bpsx.objects import broadcast_bytes
-from bpsx.tracebacks import public
+from bpsx.plugin import adapter
+from bpsx.plugin.objects import broadcast_bytes
+from bpsx.system.tracebacks import public
 
 _Triple = tuple[Any, int, int]
 _Handler = Callable[..., Iterator[_Triple]]
@@ -35,7 +35,7 @@ _ABSENT = "(absent)"
 
 
 class _TorchStore:
-    """PyTorch's store as :class:`bpsx._adapter.Store`. Raises :class:`RendezvousError` if it does not answer."""
+    """PyTorch's store as :class:`bpsx.plugin.adapter.Store`. Raises :class:`RendezvousError` if it does not answer."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -94,7 +94,7 @@ def init(lazy: bool = True) -> None:
     :class:`~bpsx.errors.RendezvousError` (somebody is missing at the deadline), :class:`~bpsx.errors.TransportError`. Thread-safe.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 or (store := _default_store()) is None:
-        _adapter.init(_open_store)
+        adapter.init(_open_store)
     else:
         init_as(store, dist.get_rank(), dist.get_world_size())
 
@@ -102,7 +102,7 @@ def init(lazy: bool = True) -> None:
 def init_as(store: Any, rank: int, size: int) -> None:
     """:func:`init` as worker ``rank`` of ``size`` that meet at ``store``, PyTorch's, unless the environment says so already. Raises as that."""
     told = _given_place(store, rank, size)
-    _adapter.init(_opener(store) if told else _open_store, told)
+    adapter.init(_opener(store) if told else _open_store, told)
 
 
 @public
@@ -112,10 +112,10 @@ def resume(num_workers: int, num_servers: int, global_rank: int | None = None, c
     Under torchrun it is a job of the same workers, to which the numbers have to fit; a new scheduler and servers are started as by
     :func:`init`, with ``num_servers=0`` as many as there. ``context`` is upstream's and ignored. Raises as :func:`bpsx.resume`. Thread-safe.
     """
-    _adapter.resume(_open_store, num_workers, num_servers, global_rank)
+    adapter.resume(_open_store, num_workers, num_servers, global_rank)
 
 
-def _open_store(place: _adapter.Place, timeout: float) -> _TorchStore:
+def _open_store(place: adapter.Place, timeout: float) -> _TorchStore:
     """The store that the environment names, for the entries of this run."""
     global _store
     if not dist.is_available():
@@ -128,11 +128,11 @@ def _open_store(place: _adapter.Place, timeout: float) -> _TorchStore:
     return _prefixed(_store, place)
 
 
-def _prefixed(store: Any, place: _adapter.Place) -> _TorchStore:
+def _prefixed(store: Any, place: adapter.Place) -> _TorchStore:
     return _TorchStore(dist.PrefixStore(f"bpsx/{place.run}/", store))
 
 
-def _opener(store: Any) -> Callable[[_adapter.Place, float], _TorchStore]:
+def _opener(store: Any) -> Callable[[adapter.Place, float], _TorchStore]:
     return lambda place, _: _prefixed(store, place)
 
 
@@ -142,11 +142,11 @@ def _default_store() -> Any:
     return found() if callable(found) else None
 
 
-def _given_place(store: Any, rank: int, size: int) -> _adapter.Place | None:
+def _given_place(store: Any, rank: int, size: int) -> adapter.Place | None:
     """The place of worker ``rank`` of ``size`` that meet at ``store``; None if bpsx's own variables or a launcher's with a store say so."""
-    if _adapter.is_set("DMLC_WORKER_ID") or _adapter.is_set("BYTEPS_LOCAL_RANK"):
+    if adapter.is_set("DMLC_WORKER_ID") or adapter.is_set("BYTEPS_LOCAL_RANK"):
         return None
-    known = _adapter.launched()
+    known = adapter.launched()
     same = known is not None and (known.rank, known.size) == (rank, size)
     if known is not None and same and known.master_addr and known.master_port:
         return None
@@ -154,7 +154,7 @@ def _given_place(store: Any, rank: int, size: int) -> _adapter.Place | None:
         store = store.underlying_store
     host, port = (store.host, int(store.port)) if isinstance(store, dist.TCPStore) else ("", 0)
     local = (known.local_rank, known.local_size) if known is not None and same else (None, None)
-    return _adapter.Place(rank, size, *local, host, port, launcher=_adapter.FRAMEWORK, told="init_process_group")
+    return adapter.Place(rank, size, *local, host, port, launcher=adapter.FRAMEWORK, told="init_process_group")
 
 
 def register() -> None:
@@ -172,10 +172,10 @@ def register() -> None:
 def _extended(original: _Handler) -> _Handler:
     @functools.wraps(original)
     def handler(url: str, **options: Any) -> Iterator[_Triple]:
-        query, is_set = parse_qs(urlparse(url).query), _adapter.is_set
+        query, is_set = parse_qs(urlparse(url).query), adapter.is_set
         complete = (is_set("MASTER_ADDR") and is_set("MASTER_PORT") and ("rank" in query or is_set("RANK"))
-                    and ("world_size" in query or is_set("WORLD_SIZE")) and not _adapter.store_is_ours())
-        if not complete and (is_set("DMLC_ROLE") or _adapter.initialised() or _adapter.launched()):
+                    and ("world_size" in query or is_set("WORLD_SIZE")) and not adapter.store_is_ours())
+        if not complete and (is_set("DMLC_ROLE") or adapter.initialised() or adapter.launched()):
             return _rendezvous(url, **options)
         return original(url, **options)
 
@@ -188,7 +188,7 @@ def _rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) 
     Raises :class:`ConfigError` for a rank or a size that is not bpsx's, :class:`RendezvousError`, and as :func:`init`.
     """
     init()
-    ours = _adapter.session()
+    ours = adapter.session()
     query = parse_qs(urlparse(url).query)
     for name, is_so in (("rank", ours.rank), ("world_size", ours.size)):
         given = query.get(name, [""])[0]
@@ -203,7 +203,7 @@ def _shared_store(ours: Any, timeout: timedelta) -> Any:
     text, failure, store = b"", None, None
     if ours.rank == 0:
         try:
-            listener = _listener(_adapter.own_host())
+            listener = _listener(adapter.own_host())
             host, port = listener.getsockname()[:2]
         except (OSError, BpsxError) as e:     # the others wait for an answer: they get this one
             failure = RendezvousError(f"init_process_group: worker 0 cannot open PyTorch's store: {e}")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from bpsx import _adapter
+from bpsx.plugin import adapter
+from bpsx.torch.all_gather import RowGathering
 from bpsx.torch.compression import Compressor
-from bpsx.torch.gather import RowGathering
 from bpsx.torch.ops import UnsupportedTensor, check_device, dtype_name, summable
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -46,7 +46,7 @@ class SparseSum:
         total = torch.sparse_coo_tensor(torch.cat(indices).t(), wide, self._shape, check_invariants=True, device=wide.device).coalesce()
         result = total.values()
         if self._average:
-            size = _adapter.session().size
+            size = adapter.session().size
             result = result / size if result.is_floating_point() else result.div(size, rounding_mode="floor")
         return torch.sparse_coo_tensor(
             total.indices(), result.to(self._dtype), self._shape, is_coalesced=True, check_invariants=False, device=result.device)
@@ -73,7 +73,7 @@ def push_pull_sparse(tensor: torch.Tensor, average: bool, name: str | None, comp
     check_sparse(tensor, what)
     if tensor.requires_grad and torch.is_grad_enabled():
         raise UnsupportedTensor(f"{what}: push_pull of a sparse tensor has no derivative; give tensor.detach(), or a dense tensor")
-    if _adapter.session().config.asynchronous:
+    if adapter.session().config.asynchronous:
         raise UnsupportedTensor(f"{what}: with BYTEPS_ENABLE_ASYNC=1 servers add to values of one shape, so sparse tensors cannot be sent")
     known = name or f"push_pull.sparse.noname.{dtype_name(tensor)}.{tuple(tensor.shape)}"
     return SparseSum(tensor, average, known, compression).wait()

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from bpsx import _adapter
 from bpsx.errors import MismatchError
-from bpsx.startup_check import (
+from bpsx.plugin import adapter
+from bpsx.plugin.startup_check import (
     COLUMNS,
     PREFIX,
     digest,
@@ -20,11 +20,11 @@ from bpsx.startup_check import (
     stride_of,
     weights_problem,
 )
+from bpsx.system.tracebacks import warn
 from bpsx.torch._gradients import Managed
+from bpsx.torch.exchange_round import ended
 from bpsx.torch.ops import Handle, submit
 from bpsx.torch.owner import ExchangeOwner
-from bpsx.torch.under_way import ended
-from bpsx.tracebacks import warn
 
 _CALL = "broadcast_parameters(model.state_dict(), root_rank=0)"
 #: Types whose elements are this worker's own copy of a whole parameter; a sharded one's are not.
@@ -62,7 +62,7 @@ class StartupCheck:
         things: then not even what follows would meet.
         """
         self.begin()
-        session = _adapter.session()
+        session = adapter.session()
         while self._handle is not None:
             failure = ended(self._handle)
             self._handle = None
@@ -77,7 +77,7 @@ class StartupCheck:
 
     def begin(self) -> None:
         """Begin to compare, if that has not been done in this session. Waits for nobody."""
-        session = _adapter.session()
+        session = adapter.session()
         if self._session is session or not self._managed:
             return
         self._session, self._fatal = session, ""
@@ -149,7 +149,7 @@ class StartupCheck:
 
     def _judge_swapped(self) -> None:
         assert self._rows is not None
-        if int(self._rows[0]) == _adapter.session().size:
+        if int(self._rows[0]) == adapter.session().size:
             self._fatal = (
                 f"the {self._owner.what} has generated names, and other weights than on other workers, "
                 "where another optimizer has these: the workers have made their optimizers in different "

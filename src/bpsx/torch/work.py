@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from bpsx.errors import BpsxError
-from bpsx.torch.eager import eager_methods
+from bpsx.torch.dynamo import eager_methods
 from bpsx.torch.futures import COMPLETER
 from bpsx.torch.ops import Handle
 

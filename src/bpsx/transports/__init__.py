@@ -11,9 +11,9 @@ from bpsx.transports.base import Endpoint
 
 #: name -> module and class; imported when first used, since a transport may need a library that is not there.
 _TABLE: dict[str, tuple[str, str]] = {
-    "zeromq": ("bpsx.transports.zeromq", "ZeroMQEndpoint"),
-    "tcp": ("bpsx.transports.tcp", "TcpEndpoint"),
-    "rdma": ("bpsx.transports.rdma", "RdmaEndpoint"),
+    "zeromq": ("bpsx.transports.zeromq.endpoint", "ZeroMQEndpoint"),
+    "tcp": ("bpsx.transports.tcp.endpoint", "TcpEndpoint"),
+    "rdma": ("bpsx.transports.rdma.endpoint", "RdmaEndpoint"),
 }
 
 #: Workers with which a lane shares memory: each has address space there.
@@ -57,6 +57,6 @@ def open_endpoint(config: Config) -> Endpoint:
         secret=config.secret_bytes, encrypt=bool(config.encrypt), most_bytes=frame_bound(config), **_own_options(name, config),
     )
     if config.ipc:
-        endpoint = import_module("bpsx.transports.shared").SharedEndpoint(
+        endpoint = import_module("bpsx.transports.shm.endpoint").SharedEndpoint(
             endpoint, secret=config.secret_bytes, most_bytes=frame_bound(config), slots=min(_MOST_NEIGHBOURS, config.num_worker * config.local_size))
     return endpoint

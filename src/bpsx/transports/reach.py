@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Iterable
 
-from bpsx.transports.address import is_ipv6, resolve
+from bpsx.system.address import is_ipv6, resolve
 
 #: Seconds without any answer after which a port counts as unreachable.
 PATIENCE = 10.0

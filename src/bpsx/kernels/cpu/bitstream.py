@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from bpsx.kernels.cpu.words import _load, _splat
+from bpsx.kernels.cpu.bit_ops import _load, _splat
 
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
 

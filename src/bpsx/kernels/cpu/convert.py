@@ -7,7 +7,7 @@ from typing import Any
 from numba import types
 
 from bpsx.kernels.cpu.compiled import compiled
-from bpsx.kernels.cpu.halves import narrow, widen
+from bpsx.kernels.cpu.half_precision import narrow, widen
 from bpsx.kernels.cpu.sum import ELEMENTS
 
 

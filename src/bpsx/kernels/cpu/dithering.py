@@ -1,8 +1,10 @@
 """dithering: magnitudes are rounded to one of k levels below the norm, up or down at random, so that the mean is kept.
 
-QSGD (arXiv 1610.02132) for the linear levels, natural dithering (arXiv 1905.10988) for powers of two; see rounding.py.
+QSGD (arXiv 1610.02132) for the linear levels, natural dithering (arXiv 1905.10988) for powers of two; see
+stochastic_rounding.py.
 
-Wire: the norm (float64), how many bytes each chunk takes (uint16 each), the chunks (levels.py). A norm of 0, or NaN after an overflow, stands alone.
+Wire: the norm (float64), how many bytes each chunk takes (uint16 each), the chunks
+(entropy_code.py). A norm of 0, or NaN after an overflow, stands alone.
 The l2 norm is a sum in float64, in an order that is the device's: n 2^-53 of it is the most that two devices can differ by. Its squares overflow, and
 vanish, where magnitudes of float64 are beyond 1e154 or below 1e-162.
 """
@@ -17,10 +19,10 @@ import numpy as np
 
 from bpsx.errors import ConfigError
 from bpsx.kernels.codecs import Codec, Decoder, Encoder, checked_choice, checked_number, register
+from bpsx.kernels.cpu.bit_ops import at, cast, like
+from bpsx.kernels.cpu.entropy_code import CHUNK, MASKS, bits_bound, pack, unpack
 from bpsx.kernels.cpu.feedback import BLOCK, add_up, forget, sign_words
-from bpsx.kernels.cpu.levels import CHUNK, MASKS, bits_bound, pack, unpack
-from bpsx.kernels.cpu.rounding import from_magnitude, key_of, largest, magnitude, spread, squares, take_off, to_levels
-from bpsx.kernels.cpu.words import at, cast, like
+from bpsx.kernels.cpu.stochastic_rounding import from_magnitude, key_of, largest, magnitude, spread, squares, take_off, to_levels
 
 _HEAD = 8
 _MOST = {"linear": 255, "natural": 31}
@@ -28,7 +30,9 @@ _MOST = {"linear": 255, "natural": 31}
 
 @numba.njit
 def _scales(norm: float, k: int, natural: bool, other: Any) -> Any:
-    """Two factors that make z of a magnitude (see rounding.py), and the largest z. The first is a power of two, for norms whose inverse overflows."""
+    """Two factors that make z of a magnitude (see stochastic_rounding.py), and the largest z.
+
+    The first is a power of two, for norms whose inverse overflows."""
     top = np.float64(k << 23) if not natural else np.float64(np.int64(1) << (k + 22))
     far = 2.0**512 if cast(2.0**-512, other) > 0 else 2.0**96
     a = far if norm < 2.0**-40 else 1 / far if norm > 2.0**40 else 1.0
@@ -121,7 +125,7 @@ class Dithering(Codec):
         return [options["k"], int(options["partition"] == "natural"), int(options["normalize"] == "l2")]
 
     def capacity(self, n: int, numbers: list[int]) -> int:
-        """Of each chunk its size, its first byte and one that its bits do not fill; levels.py says how many bits those are."""
+        """Of each chunk its size, its first byte and one that its bits do not fill; entropy_code.py says how many bits those are."""
         return _HEAD + 4 * ((n + CHUNK - 1) // CHUNK) + (n * bits_bound(numbers[0]) + 7) // 8
 
     def scratch(self, n: int, numbers: list[int]) -> int:

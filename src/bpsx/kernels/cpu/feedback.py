@@ -7,7 +7,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from bpsx.kernels.cpu.words import cast, signed, signs
+from bpsx.kernels.cpu.bit_ops import cast, signed, signs
 
 #: Elements that are worked on while they are in the nearest cache.
 BLOCK = 1024

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from bpsx.kernels.codecs import Codec, Decoder, Encoder, register
-from bpsx.kernels.cpu.halves import narrow, widen
-from bpsx.kernels.cpu.words import at, cast
+from bpsx.kernels.cpu.bit_ops import at, cast
+from bpsx.kernels.cpu.half_precision import narrow, widen
 
 
 class Half(Codec):
@@ -36,7 +36,7 @@ class Half(Codec):
     def encoder(self, residual: bool, momentum: bool) -> Encoder:
         """Rounds."""
         def encode(g: Any, e: Any, m: Any, wire: Any, scratch: Any, state: Any, options: Any, n: int, counter: int, factor: float, mu: float) -> int:
-            halves = at(wire, 0, np.int16)      # the integer stands for float16, see halves.py
+            halves = at(wire, 0, np.int16)      # the integer stands for float16, see half_precision.py
             for i in range(n):
                 halves[i] = narrow(np.float32(g[i]), halves[i])
             return 2 * n

@@ -8,7 +8,7 @@ import numpy as np
 from numba import types
 
 from bpsx.kernels.cpu.compiled import compiled
-from bpsx.kernels.cpu.halves import narrow, wide_type, widen
+from bpsx.kernels.cpu.half_precision import narrow, wide_type, widen
 from bpsx.kernels.cpu.sum import ELEMENTS
 
 

@@ -15,8 +15,8 @@ import numba
 import numpy as np
 
 from bpsx.kernels.codecs import Codec, Decoder, Encoder, checked_flag, register
+from bpsx.kernels.cpu.bit_ops import at, cast, flipped, like, signed
 from bpsx.kernels.cpu.feedback import BLOCK, add_up, forget, sign_words
-from bpsx.kernels.cpu.words import at, cast, flipped, like, signed
 
 _HEAD = 8
 

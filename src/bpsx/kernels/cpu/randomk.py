@@ -18,9 +18,9 @@ import numba
 import numpy as np
 
 from bpsx.kernels.codecs import ALIKE, SEED, Codec, Decoder, Encoder, amount_numbers, amount_of, checked_amount, register
+from bpsx.kernels.cpu.bit_ops import at, cast, high, like, magnitude, reaching, width
 from bpsx.kernels.cpu.feedback import BLOCK, add_up, forget
 from bpsx.kernels.cpu.sparse import amount, clear, infinity
-from bpsx.kernels.cpu.words import at, cast, high, like, magnitude, reaching, width
 
 _HEAD = 8
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)

@@ -7,7 +7,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from bpsx.kernels.cpu.words import at, cast, magnitude
+from bpsx.kernels.cpu.bit_ops import at, cast, magnitude
 
 
 @numba.njit

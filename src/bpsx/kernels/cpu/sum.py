@@ -14,9 +14,9 @@ from numba import types
 from bpsx.dtypes import BY_CODE
 from bpsx.kernels import Kernels
 from bpsx.kernels.cpu.compiled import compiled
-from bpsx.kernels.cpu.halves import BLOCK, WORDS, add_block_bfloat16, add_block_float16, narrow, over, plus, wide_type, widen
+from bpsx.kernels.cpu.half_precision import BLOCK, WORDS, add_block_bfloat16, add_block_float16, narrow, over, plus, wide_type, widen
 
-# 16-bit floats travel as integers, see halves.py.
+# 16-bit floats travel as integers, see half_precision.py.
 ELEMENTS: dict[str, types.Type] = {
     "float16": types.int16, "bfloat16": types.uint16, "float32": types.float32, "float64": types.float64,
     "uint8": types.uint8, "int8": types.int8, "int32": types.int32, "int64": types.int64,

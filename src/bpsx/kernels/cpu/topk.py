@@ -15,9 +15,9 @@ import numba
 import numpy as np
 
 from bpsx.kernels.codecs import Codec, Decoder, Encoder, amount_numbers, amount_of, checked_amount, register
+from bpsx.kernels.cpu.bit_ops import at, cast, like, lowest, magnitude, reaching, width
 from bpsx.kernels.cpu.feedback import BLOCK, add_up, forget
 from bpsx.kernels.cpu.sparse import amount, clear, infinity
-from bpsx.kernels.cpu.words import at, cast, like, lowest, magnitude, reaching, width
 
 #: Elements of the sample, and how many of them lie side by side.
 SAMPLE, RUN = 4096, 4

@@ -12,7 +12,7 @@ from numba import cuda
 
 from bpsx.kernels.cuda.device import Kernel, at, block, blocks, kernel, thread
 from bpsx.kernels.cuda.feedback import EACH, TILE, fetch, keep
-from bpsx.kernels.cuda.halves import HALVES, form
+from bpsx.kernels.cuda.half_precision import HALVES, form
 
 
 class Conversion(NamedTuple):

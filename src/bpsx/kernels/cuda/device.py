@@ -14,9 +14,9 @@ from numba.core import config
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 if TYPE_CHECKING or not SIMULATED:
-    from bpsx.kernels.cuda import hardware as _made_of
+    from bpsx.kernels.cuda import device_gpu as _made_of
 else:
-    from bpsx.kernels.cuda import simulated as _made_of
+    from bpsx.kernels.cuda import device_sim as _made_of
 
 #: NumPy, as kernels name its types. What they make of them is Numba's: mypy would take it for NumPy's, or for Python's.
 np: Any = numpy

@@ -14,7 +14,7 @@ from typing import Any
 from numba import cuda
 
 from bpsx.kernels.codecs import N_OPTIONS, DeviceCodec, register_device
-from bpsx.kernels.cpu.levels import bits_bound
+from bpsx.kernels.cpu.entropy_code import bits_bound
 from bpsx.kernels.cuda.device import (
     THREADS,
     WARPS,
@@ -44,9 +44,9 @@ from bpsx.kernels.cuda.device import (
     total,
     transposed,
 )
+from bpsx.kernels.cuda.entropy_code import BITMAP, CHUNK, FEW, LASTS, LEVELS, MOST, MOVES, PLANE, SIGN, STEPS, WORDS, packer, row, unpack
 from bpsx.kernels.cuda.feedback import EACH, TILE, add_up, fetch, keep, place
-from bpsx.kernels.cuda.levels import BITMAP, CHUNK, FEW, LASTS, LEVELS, MOST, MOVES, PLANE, SIGN, STEPS, WORDS, packer, row, unpack
-from bpsx.kernels.cuda.rounding import key_of, leveller, noise, scaler, unit_of, valuer
+from bpsx.kernels.cuda.stochastic_rounding import key_of, leveller, noise, scaler, unit_of, valuer
 
 _HEAD = 8
 _SEED = N_OPTIONS - 1

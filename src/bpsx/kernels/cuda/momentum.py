@@ -9,7 +9,7 @@ from numba import cuda
 
 from bpsx.kernels.cuda.device import Kernel, at, atomic_or, block, blocks, forget, kernel, last, magnitude, np, sync, thread
 from bpsx.kernels.cuda.feedback import EACH, TILE, add_up, fetch, keep, place
-from bpsx.kernels.cuda.halves import form
+from bpsx.kernels.cuda.half_precision import form
 
 #: int32 that the kernel has for itself.
 N_STATE = 2

@@ -13,6 +13,7 @@ from typing import Any
 from numba import cuda
 
 from bpsx.kernels.codecs import N_OPTIONS, DeviceCodec, amount_of, register_device
+from bpsx.kernels.cuda.bit_ops import mixed
 from bpsx.kernels.cuda.device import (
     THREADS,
     Kernel,
@@ -37,7 +38,6 @@ from bpsx.kernels.cuda.device import (
     times,
 )
 from bpsx.kernels.cuda.feedback import EACH, TILE, add_up, fetch, keep, place
-from bpsx.kernels.cuda.words import mixed
 
 _HEAD = 8
 _SEED = N_OPTIONS - 1

@@ -18,28 +18,6 @@ from typing import Any
 from numba import cuda
 
 from bpsx.kernels.codecs import DeviceCodec, amount_of, register_device
-from bpsx.kernels.cuda.collecting import (
-    BINS,
-    BITS,
-    CHUNK,
-    COUNTERS,
-    DIGIT,
-    END,
-    EQUAL,
-    FLOOR,
-    KNOWN,
-    LEAST,
-    LISTED,
-    LOW,
-    OVERFLOW,
-    SETS,
-    SHIFT,
-    add_sets,
-    bin_of_rank,
-    chunk_collector,
-    row_collector,
-    valuer,
-)
 from bpsx.kernels.cuda.device import (
     SIMULATED,
     THREADS,
@@ -71,6 +49,28 @@ from bpsx.kernels.cuda.device import (
     thread,
 )
 from bpsx.kernels.cuda.feedback import EACH, TILE, clearer
+from bpsx.kernels.cuda.selection import (
+    BINS,
+    BITS,
+    CHUNK,
+    COUNTERS,
+    DIGIT,
+    END,
+    EQUAL,
+    FLOOR,
+    KNOWN,
+    LEAST,
+    LISTED,
+    LOW,
+    OVERFLOW,
+    SETS,
+    SHIFT,
+    add_sets,
+    bin_of_rank,
+    chunk_collector,
+    row_collector,
+    valuer,
+)
 
 #: Elements of the sample, and how many of them lie side by side.
 SAMPLE, RUN = (256 if SIMULATED else 4096), 4

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from bpsx import _adapter
-from bpsx.choices import Params
-from bpsx.tensorflow.asynchronous import refuse_gradients
+from bpsx.plugin import adapter
+from bpsx.plugin.compression_params import Params
+from bpsx.tensorflow.async_training import refuse_gradients
 from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.exchange import Exchange
 
@@ -42,7 +42,7 @@ class CrossDeviceOps(tf.distribute.CrossDeviceOps):  # type: ignore[misc]
     @property
     def _num_between_graph_workers(self) -> int:
         """TensorFlow leaves out to reduce a value of a single device, unless several workers do it."""
-        return int(_adapter.session().size)
+        return int(adapter.session().size)
 
     def reduce_implementation(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any) -> Any:
         """Over this worker's devices: metrics and ``strategy.reduce``, which one worker may do without the others."""

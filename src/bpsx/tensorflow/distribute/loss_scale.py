@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from bpsx.tensorflow.raw import sums
+from bpsx.tensorflow.primitives import sums
 from bpsx.tensorflow.tracing import as_it_is
 
 _NAME = "Not finite under MirroredStrategy"

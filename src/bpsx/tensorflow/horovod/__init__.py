@@ -14,9 +14,9 @@ from __future__ import annotations
 from importlib import import_module as _import_module
 from typing import Any
 
-from bpsx.api import local_rank, local_size, rank, shutdown, size
+from bpsx.api.verbs import local_rank, local_size, rank, shutdown, size
 from bpsx.errors import BpsxError as HorovodInternalError
-from bpsx.horovod import (
+from bpsx.plugin.horovod import (
     ProcessSet,
     ReduceOp,
     cross_rank,

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from bpsx import errors
-from bpsx.counting import counted_together
 from bpsx.errors import BpsxError
+from bpsx.session.refusals import counted_together
 from bpsx.tensorflow.tracing import as_it_is
 
 F = TypeVar("F", bound=Callable[..., Any])

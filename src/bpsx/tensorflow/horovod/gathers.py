@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from bpsx import _adapter
-from bpsx._adapter import checked_root
 from bpsx.errors import ConfigError
-from bpsx.horovod import ProcessSet, checked_splits, global_process_set
+from bpsx.plugin import adapter
+from bpsx.plugin.adapter import checked_root
+from bpsx.plugin.horovod import ProcessSet, checked_splits, global_process_set
 from bpsx.tensorflow.horovod.errors import verb
 from bpsx.tensorflow.horovod.job import check_process_set
 from bpsx.tensorflow.horovod.names import (
@@ -21,14 +21,14 @@ from bpsx.tensorflow.horovod.names import (
 )
 from bpsx.tensorflow.names import names_of
 from bpsx.tensorflow.ops import check_bytes
-from bpsx.tensorflow.raw import copies, sums
+from bpsx.tensorflow.primitives import copies, sums
 from bpsx.tensorflow.rows import capacities, counts_of, filled, gathered
 
 # ---- allgather
 
 def _gathered(tensor: tf.Tensor, wire: str) -> tf.Tensor:
     """The rows of all workers, by rank. The gradient is the own rows of all gradients' average."""
-    rank = _adapter.session().rank
+    rank = adapter.session().rank
 
     @tf.custom_gradient     # type: ignore[untyped-decorator]
     def made(given: tf.Tensor) -> Any:
@@ -51,7 +51,7 @@ def _rows(name: str, tensor: Any, named: str | None) -> tuple[tf.Tensor, str]:
 
     Raises :class:`ConfigError` in asynchronous training, where no sum says how many there are.
     """
-    if _adapter.session().config.asynchronous:
+    if adapter.session().config.asynchronous:
         raise ConfigError(f"{name}: with BYTEPS_ENABLE_ASYNC=1 servers add to values that they "
                           "keep, and numbers of rows cannot be told; use broadcast from each "
                           "worker in turn")
@@ -105,7 +105,7 @@ def broadcast(
     root the average of all workers' gradients, elsewhere zero. Otherwise as :func:`allgather`.
     """
     check_process_set(process_set)
-    size = _adapter.session().size
+    size = adapter.session().size
     root = checked_root(root_rank, "broadcast", size)
     dense = checked_tensor("broadcast", tensor, name)
     wire = wire_name("broadcast", name, dense)
@@ -124,7 +124,7 @@ def broadcast_(
     :class:`~bpsx.errors.ConfigError` for what are no variables.
     """
     check_process_set(process_set)
-    root = checked_root(root_rank, "broadcast_", _adapter.session().size)
+    root = checked_root(root_rank, "broadcast_", adapter.session().size)
     listed = isinstance(variables, Iterable) and not hasattr(variables, "assign")
     given: list[Any] = list(variables) if listed else [None]
     for i, variable in enumerate(given):
@@ -151,7 +151,7 @@ def _checked_splits(tensor: tf.Tensor, splits: Any) -> tf.Tensor:
 
     In a graph, splits and rows that are not known yet are checked when it is executed.
     """
-    size, rows = _adapter.session().size, tensor.shape[0]
+    size, rows = adapter.session().size, tensor.shape[0]
     if tf.is_tensor(splits):
         static = splits.shape
         if static.rank not in (None, 1) or not splits.dtype.is_integer:
@@ -181,7 +181,7 @@ def _checked_later(tensor: tf.Tensor, splits: tf.Tensor, size: int) -> tf.Tensor
 
 def _exchanged(tensor: tf.Tensor, splits: tf.Tensor, wire: str) -> tuple[tf.Tensor, tf.Tensor]:
     """All rows travel to all workers, with all splits; each keeps its own."""
-    rank = _adapter.session().rank
+    rank = adapter.session().rank
 
     @tf.custom_gradient     # type: ignore[untyped-decorator]
     def made(given: tf.Tensor) -> Any:

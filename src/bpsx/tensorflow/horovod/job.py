@@ -1,4 +1,4 @@
-"""The job and process sets in Horovod's forms, for TensorFlow; most is :mod:`bpsx.horovod`'s."""
+"""The job and process sets in Horovod's forms, for TensorFlow; most is :mod:`bpsx.plugin.horovod`'s."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any, NoReturn
 import numpy as np
 import tensorflow as tf
 
-from bpsx import _adapter, api, horovod
+from bpsx.api import verbs
 from bpsx.errors import ConfigError
-from bpsx.horovod import ProcessSet, global_process_set
+from bpsx.plugin import adapter, horovod
+from bpsx.plugin.horovod import ProcessSet, global_process_set
 from bpsx.tensorflow.horovod.errors import verb
 
 #: What Horovod's process_set_included_op gives before init().
@@ -42,7 +43,7 @@ def init(comm: Sequence[int] | None = None,
 
     Raises :class:`~bpsx.errors.ConfigError` for anything else, and as :func:`bpsx.init`.
     """
-    horovod.init(api.init, comm, process_sets, "")
+    horovod.init(verbs.init, comm, process_sets, "")
 
 
 @verb
@@ -56,13 +57,13 @@ def join() -> tf.Tensor:
         raise ConfigError("join: call it in eager code, outside of tf.function and v1 graphs "
                           "(there, bpsx.join() between two session.run); it has no order among "
                           "operations")
-    return tf.constant(api.join(), tf.int32)
+    return tf.constant(verbs.join(), tf.int32)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every worker is here."""
     check_process_set(process_set)
-    api.barrier()
+    verbs.barrier()
 
 
 def refuse_elastic() -> NoReturn:
@@ -82,7 +83,7 @@ def _when_executed(value: Callable[[], int], name: str | None) -> tf.Tensor:
 
 
 def _check_id(verb: str, process_set_id: Any) -> None:
-    if _adapter.integer(process_set_id) != 0:
+    if adapter.integer(process_set_id) != 0:
         raise ConfigError(f"{verb}: process_set_id={process_set_id!r}: 0, all workers, is the only "
                           "set")
 
@@ -91,29 +92,29 @@ def _check_id(verb: str, process_set_id: Any) -> None:
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """:func:`bpsx.size` as an int32 scalar, known when the graph is executed."""
     _check_id("size_op", process_set_id)
-    return _when_executed(api.size, name)
+    return _when_executed(verbs.size, name)
 
 
 @verb
 def rank_op(name: str | None = None) -> tf.Tensor:
     """:func:`bpsx.rank` as an int32 scalar, known when the graph is executed."""
-    return _when_executed(api.rank, name)
+    return _when_executed(verbs.rank, name)
 
 
 @verb
 def local_size_op(name: str | None = None) -> tf.Tensor:
     """:func:`bpsx.local_size` as an int32 scalar, known when the graph is executed."""
-    return _when_executed(api.local_size, name)
+    return _when_executed(verbs.local_size, name)
 
 
 @verb
 def local_rank_op(name: str | None = None) -> tf.Tensor:
     """:func:`bpsx.local_rank` as an int32 scalar, known when the graph is executed."""
-    return _when_executed(api.local_rank, name)
+    return _when_executed(verbs.local_rank, name)
 
 
 @verb
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """1, as an int32 scalar: every worker is in the one set; -1 before :func:`init`."""
     _check_id("process_set_included_op", process_set_id)
-    return _when_executed(lambda: 1 if _adapter.initialised() else _NOT_INITIALIZED, name)
+    return _when_executed(lambda: 1 if adapter.initialised() else _NOT_INITIALIZED, name)

@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from bpsx._adapter import check_name
 from bpsx.errors import ConfigError
+from bpsx.plugin.adapter import check_name
 from bpsx.tensorflow.ops import UnsupportedTensor, as_tensor, unnamed
 
 

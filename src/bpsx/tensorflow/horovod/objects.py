@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bpsx import objects
-from bpsx.counting import counted_together
-from bpsx.horovod import ProcessSet, global_process_set
+from bpsx.plugin import objects
+from bpsx.plugin.horovod import ProcessSet, global_process_set
+from bpsx.session.refusals import counted_together
 from bpsx.tensorflow.horovod.job import check_process_set
 from bpsx.tensorflow.objects import CODEC
 
@@ -24,7 +24,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: st
     has been proven with that. Calls of one name are matched in order. ``session`` is Horovod's and
     ignored: nothing runs in a graph.
 
-    Raises :class:`~bpsx.objects.ObjectError` on all workers if the root's object cannot travel; on
+    Raises :class:`~bpsx.plugin.objects.ObjectError` on all workers if the root's object cannot travel; on
     a worker alone where it cannot be unpickled; :class:`~bpsx.errors.ConfigError` for a root that
     does not exist; and what ends a job.
     """

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from bpsx import _adapter
-from bpsx._adapter import check_flag
 from bpsx.errors import ConfigError
-from bpsx.momentum import Momentum
+from bpsx.plugin import adapter
+from bpsx.plugin.adapter import check_flag
+from bpsx.plugin.momentum import Momentum
 from bpsx.tensorflow.compression import Compressor
 from bpsx.tensorflow.exchange import Exchange
 
@@ -104,7 +104,7 @@ class PartialExchange(Exchange):
         exchanged = super().__call__([gradients[i] for i in shared], [sources[i] for i in shared],
                                      rate, momentum, known, given)
         found = dict(zip(shared, exchanged, strict=True))
-        scale = 1 / _adapter.session().size if self._scale_local else 1.0
+        scale = 1 / adapter.session().size if self._scale_local else 1.0
         for i, gradient in enumerate(gradients):
             if i not in found:
                 own = (instead or {}).get(i) if gradient is None else gradient

@@ -8,10 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from bpsx import _adapter, horovod
-from bpsx._adapter import check_name
 from bpsx.errors import ConfigError
-from bpsx.horovod import How, ProcessSet, ReduceOp, check_adds, checked_op, global_process_set
+from bpsx.plugin import adapter, horovod
+from bpsx.plugin.adapter import check_name
+from bpsx.plugin.horovod import How, ProcessSet, ReduceOp, check_adds, checked_op, global_process_set
 from bpsx.tensorflow.compression import Compression, Compressor, check_compression
 from bpsx.tensorflow.horovod.errors import verb
 from bpsx.tensorflow.horovod.job import check_process_set
@@ -22,7 +22,7 @@ from bpsx.tensorflow.horovod.names import (
     with_gradient_times,
 )
 from bpsx.tensorflow.ops import check_summable
-from bpsx.tensorflow.raw import copies, sums
+from bpsx.tensorflow.primitives import copies, sums
 from bpsx.tensorflow.sparse import sum_of_slices
 
 #: Those that no server does: every worker gathers, and computes in the order of ranks.
@@ -56,7 +56,7 @@ def _reduced_here(tensor: tf.Tensor, wire: str, how: How) -> tf.Tensor:
     """Min, Max or Product, of what all workers have told each other. It has no derivative."""
     @tf.custom_gradient     # type: ignore[untyped-decorator]
     def made(given: tf.Tensor) -> Any:
-        size = _adapter.session().size
+        size = adapter.session().size
         told = [copies([given], [f"{wire}.{root}"], root)[0] for root in range(size)]
 
         def refuse(_: Any) -> Any:
@@ -89,7 +89,7 @@ def _reduced(tensors: Sequence[tf.Tensor], wires: Sequence[str], how: How,
     for tensor, total, (_, ctx) in zip(tensors, found, wired, strict=True):
         whole = compression.decompress(total, ctx)
         if _averages_here(tensor, how):
-            whole = tf.truncatediv(whole, tf.cast(_adapter.session().size, whole.dtype))
+            whole = tf.truncatediv(whole, tf.cast(adapter.session().size, whole.dtype))
         results.append(_scaled(whole, how.postscale))
     return results
 
@@ -104,7 +104,7 @@ def _reduced_slices(slices: tf.IndexedSlices, name: str | None, how: How,
     values = tf.convert_to_tensor(slices.values)
     check_summable(values, f"{how.verb} of {name!r}" if name else how.verb)
     wire = wire_name(f"{how.verb}.sparse", name, values, rows=True)
-    own = with_gradient_times(_scaled(values, how.prescale), 1 / _adapter.session().size)
+    own = with_gradient_times(_scaled(values, how.prescale), 1 / adapter.session().size)
     rows = tf.IndexedSlices(own, slices.indices, slices.dense_shape)
     total = sum_of_slices(rows, wire, how.op is ReduceOp.Average, compression)
     return tf.IndexedSlices(_scaled(total.values, how.postscale), total.indices, total.dense_shape)
@@ -172,7 +172,7 @@ def _own_rows(whole: tf.Tensor) -> tf.Tensor:
     The sum that they are taken of has the gradient of all workers' losses together; Horovod's of a
     reducescatter is size() times that.
     """
-    ours = _adapter.session()
+    ours = adapter.session()
     count = whole.shape[0] if whole.shape[0] is not None else tf.shape(whole)[0]
     first, end = (_first_row(count, rank, ours.size) for rank in (ours.rank, ours.rank + 1))
     return with_gradient_times(whole[first:end], ours.size)

@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from bpsx._adapter import checked_passes
 from bpsx.errors import ConfigError
-from bpsx.horovod import ProcessSet, ReduceOp, check_groups, checked_training_op, global_process_set
+from bpsx.plugin.adapter import checked_passes
+from bpsx.plugin.horovod import ProcessSet, ReduceOp, check_groups, checked_training_op, global_process_set
 from bpsx.tensorflow import tape as tapes
 from bpsx.tensorflow import v1, variables
 from bpsx.tensorflow.compression import Compression, Compressor

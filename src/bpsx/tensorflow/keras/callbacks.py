@@ -9,12 +9,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from bpsx import _adapter
-from bpsx._adapter import checked_root
 from bpsx.errors import ConfigError
+from bpsx.plugin import adapter
+from bpsx.plugin.adapter import checked_root
+from bpsx.system.tracebacks import public_methods
 from bpsx.tensorflow.ops import broadcast, push_pull
 from bpsx.tensorflow.variables import broadcast_variables
-from bpsx.tracebacks import public_methods
 
 
 @public_methods
@@ -27,8 +27,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     def __init__(self, root_rank: int, device: str = "") -> None:
         super().__init__()
-        if _adapter.initialised():
-            checked_root(root_rank, "BroadcastGlobalVariablesCallback", _adapter.session().size)
+        if adapter.initialised():
+            checked_root(root_rank, "BroadcastGlobalVariablesCallback", adapter.session().size)
         self.root_rank, self.broadcast_done = root_rank, False
         self._kept: dict[int, Any] = {}
 
@@ -39,7 +39,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Do it, if the model is there. Keras makes the optimizer's variables in the first step; but what they begin with may be loaded."""
-        checked_root(self.root_rank, "BroadcastGlobalVariablesCallback", _adapter.session().size)
+        checked_root(self.root_rank, "BroadcastGlobalVariablesCallback", adapter.session().size)
         if self.model.built:
             if self.model.optimizer is not None and not self.model.optimizer.built:
                 self.model.optimizer.build(self.model.trainable_variables)
@@ -75,7 +75,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
             return
         own = tf.constant([float(logs[name]) for name in names], tf.float64)
         what = f"MetricAverage of {', '.join(names)}"
-        session = _adapter.session()
+        session = adapter.session()
         if session.config.asynchronous:         # where sums never start anew
             means = tf.add_n([broadcast(own, root, name=f"{what}.{root}") for root in range(session.size)]) / session.size
         else:
@@ -182,7 +182,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         check_number(type(self).__name__, "warmup_epochs", warmup_epochs, 0, "numbers from 0")
 
         def multiplier(epoch: float) -> float:
-            size = _adapter.session().size
+            size = adapter.session().size
             done = epoch + 1.0 / float(self.steps_per_epoch or 1)       # at an epoch's end the rate is what that epoch's end asks for
             return 1.0 / size * (min(done / warmup_epochs, 1.0) * (size - 1) + 1)
 

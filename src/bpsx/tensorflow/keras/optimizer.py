@@ -12,18 +12,18 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from bpsx import _adapter
-from bpsx._adapter import checked_passes
-from bpsx.choices import Params
 from bpsx.errors import ConfigError
-from bpsx.momentum import Momentum, has_momentum
-from bpsx.tensorflow.asynchronous import Weights
+from bpsx.plugin import adapter
+from bpsx.plugin.adapter import checked_passes
+from bpsx.plugin.compression_params import Params
+from bpsx.plugin.momentum import Momentum, has_momentum
+from bpsx.system.tracebacks import public
+from bpsx.tensorflow.async_training import Weights
 from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.exchange import Exchange, in_last
 from bpsx.tensorflow.keras.checkpoint import Kept
 from bpsx.tensorflow.reductions import averages
 from bpsx.tensorflow.tracing import as_it_is
-from bpsx.tracebacks import public
 
 log = logging.getLogger("bpsx.tensorflow")
 _VERB = "DistributedOptimizer"
@@ -66,7 +66,7 @@ class _Distributed:
             raise ConfigError(f"{_VERB}: apply: {len(gradients)} gradients for {len(variables)} variables; one for each is needed, or None")
         if self.__dict__.get(_WITHIN):
             return base.apply(gradients, trainable_variables)
-        if _adapter.session().config.asynchronous:
+        if adapter.session().config.asynchronous:
             self._bpsx_exchange.check_async()
             return self._bpsx_weights.step(lambda: base.apply(gradients, trainable_variables), variables)
         found = self._exchanged(gradients, variables)

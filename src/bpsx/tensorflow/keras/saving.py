@@ -7,11 +7,11 @@ from typing import Any
 
 import keras
 
-from bpsx.choices import Params
 from bpsx.errors import ConfigError
+from bpsx.plugin.compression_params import Params
+from bpsx.system.tracebacks import public
 from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.keras.optimizer import DistributedOptimizer
-from bpsx.tracebacks import public
 
 
 @public

@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from bpsx.system.tracebacks import public
 from bpsx.tensorflow import ops
-from bpsx.tracebacks import public
 
 
 @public

@@ -7,14 +7,14 @@ from typing import Any, TypeAlias
 
 import torch
 
-from bpsx import _adapter
-from bpsx._adapter import checked_root
-from bpsx.counting import counted
 from bpsx.errors import ConfigError
-from bpsx.horovod import ProcessSet, checked_splits, global_process_set
+from bpsx.plugin import adapter
+from bpsx.plugin.adapter import checked_root
+from bpsx.plugin.horovod import ProcessSet, checked_splits, global_process_set
+from bpsx.session.refusals import counted
+from bpsx.torch.all_gather import RowGathering, all_gather_async, gathered_rows
 from bpsx.torch.broadcast import Overwriting
-from bpsx.torch.eager import eager
-from bpsx.torch.gather import RowGathering, all_gather_async, gathered_rows
+from bpsx.torch.dynamo import eager
 from bpsx.torch.horovod.job import check_process_set
 from bpsx.torch.horovod.pending import Pending, group_names, needs_gradient, wire_name
 from bpsx.torch.ops import check_replaceable, push_pull
@@ -79,7 +79,7 @@ def grouped_allgather_async(tensors: Sequence[torch.Tensor], name: str | None = 
 def _begin_broadcast(tensor: torch.Tensor, root_rank: int, name: str | None, inplace: bool, process_set: ProcessSet) -> Pending:
     check_process_set(process_set)
     wire = wire_name("broadcast", name, tensor)
-    root = checked_root(root_rank, "broadcast", _adapter.session().size)
+    root = checked_root(root_rank, "broadcast", adapter.session().size)
     if inplace:
         check_replaceable(tensor, wire, "broadcast()")
     target = tensor if inplace else tensor.detach().clone()
@@ -92,7 +92,7 @@ class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> torch.Tensor:
         """The root's."""
-        ctx.is_root, ctx.name = _adapter.session().rank == root_rank, f"{wire_name('broadcast', name, tensor)}.grad"
+        ctx.is_root, ctx.name = adapter.session().rank == root_rank, f"{wire_name('broadcast', name, tensor)}.grad"
         result: torch.Tensor = _begin_broadcast(tensor, root_rank, name, False, process_set).wait()
         return result
 
@@ -148,12 +148,12 @@ def _checked_splits(tensor: torch.Tensor, splits: _Splits) -> list[int]:
         raise ConfigError(f"alltoall: splits is a tensor of shape {tuple(splits.shape)} and "
                           f"{splits.dtype}; one dimension of integers is needed")
     given = splits.tolist() if isinstance(splits, torch.Tensor) else splits
-    return checked_splits(given, _adapter.session().size, len(tensor), splits)
+    return checked_splits(given, adapter.session().size, len(tensor), splits)
 
 
 def _begin_alltoall(tensor: torch.Tensor, splits: list[int], dtype: torch.dtype, wire: str) -> Pending:
     """All rows travel to all workers, with all splits; each keeps its own. ``tensor`` has as many rows as ``splits`` say."""
-    ours = _adapter.session()
+    ours = adapter.session()
     mine = torch.tensor(splits, dtype=torch.int64, device="cpu")
     told = all_gather_async([torch.empty_like(mine) for _ in range(ours.size)], mine, f"{wire}.splits")
 

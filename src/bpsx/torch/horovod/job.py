@@ -1,14 +1,15 @@
-"""The job and process sets in Horovod's forms, for PyTorch; most of it is :mod:`bpsx.horovod`'s."""
+"""The job and process sets in Horovod's forms, for PyTorch; most of it is :mod:`bpsx.plugin.horovod`'s."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from bpsx import api, horovod
 from bpsx import torch as bps
-from bpsx.horovod import ProcessSet, global_process_set
-from bpsx.tracebacks import public
+from bpsx.api import verbs
+from bpsx.plugin import horovod
+from bpsx.plugin.horovod import ProcessSet, global_process_set
+from bpsx.system.tracebacks import public
 
 _GROUP = "for some of them use torch.distributed.new_group(ranks, backend=\"gloo\")"
 
@@ -47,14 +48,14 @@ def init(comm: Sequence[int] | None = None,
 @public
 def join(device: int = -1) -> int:
     """:func:`bpsx.torch.join`: returns the rank that came last. ``device`` is ignored."""
-    return api.join()
+    return verbs.join()
 
 
 @public
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every worker is here."""
     check_process_set(process_set)
-    api.barrier()
+    verbs.barrier()
 
 
 def refuse_elastic() -> NoReturn:

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-from bpsx._adapter import check_name
 from bpsx.errors import ConfigError
-from bpsx.torch.eager import eager
+from bpsx.plugin.adapter import check_name
+from bpsx.torch.dynamo import eager
 from bpsx.torch.ops import check_rows, check_tensor, unnamed
 
 

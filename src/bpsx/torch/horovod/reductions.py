@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from bpsx import _adapter, horovod
-from bpsx._adapter import check_name
-from bpsx.counting import counted
 from bpsx.errors import ConfigError
-from bpsx.horovod import How, ProcessSet, ReduceOp, check_adds, checked_op, global_process_set
+from bpsx.plugin import adapter, horovod
+from bpsx.plugin.adapter import check_name
+from bpsx.plugin.horovod import How, ProcessSet, ReduceOp, check_adds, checked_op, global_process_set
+from bpsx.session.refusals import counted
+from bpsx.torch.all_gather import all_gather_async
 from bpsx.torch.compression import Compression, Compressor, check_compression
-from bpsx.torch.eager import eager
-from bpsx.torch.gather import all_gather_async
+from bpsx.torch.dynamo import eager
 from bpsx.torch.horovod.job import check_process_set
 from bpsx.torch.horovod.pending import Pending, group_names, needs_gradient, wire_name
 from bpsx.torch.ops import UnsupportedTensor, check_replaceable, mark_written, push_pull, submit, summable, unnamed
@@ -46,7 +46,7 @@ def _averages_here(tensor: torch.Tensor, how: How) -> bool:
 def _begin(tensor: torch.Tensor, output: torch.Tensor, wire: str, how: How) -> Pending:
     """Begin to reduce ``tensor`` into ``output``, which may be the same one, and is the result. Without autograd."""
     source = tensor if how.prescale == 1.0 else _scaled(tensor.detach(), how.prescale)
-    size = _adapter.session().size
+    size = adapter.session().size
 
     def finish(results: list[Any]) -> torch.Tensor:
         target = output.detach()
@@ -105,7 +105,7 @@ def reduced(tensor: torch.Tensor, name: str | None, how: How, compression: type[
         return result
     total = push_pull(_scaled(tensor, how.prescale), how.op is ReduceOp.Average and tensor.is_floating_point(), wire, compression=compression)
     if _averages_here(tensor, how):
-        total = torch.div(total, _adapter.session().size, rounding_mode="trunc")
+        total = torch.div(total, adapter.session().size, rounding_mode="trunc")
     return _scaled(total, how.postscale)
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from bpsx import _adapter
-from bpsx.counting import counted
-from bpsx.horovod import How, ProcessSet, ReduceOp, check_adds, checked_op, global_process_set
+from bpsx.plugin import adapter
+from bpsx.plugin.horovod import How, ProcessSet, ReduceOp, check_adds, checked_op, global_process_set
+from bpsx.session.refusals import counted
 from bpsx.torch.compression import Compression, Compressor
-from bpsx.torch.eager import eager
+from bpsx.torch.dynamo import eager
 from bpsx.torch.horovod.pending import Pending, group_names, wire_name
 from bpsx.torch.horovod.reductions import begin_new, how_to, reduced, reduced_group
 
@@ -40,7 +40,7 @@ def _own(whole: torch.Tensor) -> torch.Tensor:
 
     The sum that they are taken of has the gradient of all workers' losses together; Horovod's of a reducescatter is size() times that.
     """
-    ours = _adapter.session()
+    ours = adapter.session()
     rows, more = divmod(len(whole), ours.size)
     begin = ours.rank * rows + min(ours.rank, more)
     result: torch.Tensor = _Rows.apply(whole, slice(begin, begin + rows + (ours.rank < more)), ours.size)

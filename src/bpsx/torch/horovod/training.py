@@ -7,12 +7,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from bpsx.horovod import ProcessSet, ReduceOp, check_groups, checked_training_op, global_process_set
+from bpsx.plugin.horovod import ProcessSet, ReduceOp, check_groups, checked_training_op, global_process_set
+from bpsx.system.tracebacks import public
 from bpsx.torch import broadcast, objects
 from bpsx.torch.compression import Compression, Compressor
 from bpsx.torch.horovod.job import check_process_set
 from bpsx.torch.optimizer import distribute
-from bpsx.tracebacks import public
 
 _Groups: TypeAlias = int | Sequence[Sequence[torch.Tensor]] | None
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from bpsx import _adapter
+from bpsx.plugin import adapter
 from bpsx.torch._gradients import Managed
 from bpsx.torch.compression import Compressor
 from bpsx.torch.exchange import Exchange, GradientOrderError
+from bpsx.torch.exchange_round import Round, ended, raise_first, zero_gradient
 from bpsx.torch.ops import Handle, submit
-from bpsx.torch.under_way import Round, ended, raise_first, zero_gradient
 
 
 class _End:
@@ -134,7 +134,7 @@ class Averaging(Exchange):
 
     def follow(self) -> None:
         """Take notice of what has changed since the last step: suspend() and resume(), parameters that have been unfrozen."""
-        self.active = _adapter.session().config.distributed
+        self.active = adapter.session().config.distributed
         self.attach()
 
     def complete(self, discard: bool = False) -> None:

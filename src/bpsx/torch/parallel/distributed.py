@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bpsx import _adapter
-from bpsx.api import local_rank, local_size, rank, size
+from bpsx.api.verbs import local_rank, local_size, rank, size
 from bpsx.errors import ConfigError
+from bpsx.plugin import adapter
 from bpsx.torch.broadcast import broadcast_parameters, bytes_view
 from bpsx.torch.compression import Compression, Compressor, check_compression
 from bpsx.torch.ops import check_tensor, declare, poll, push_pull_async_inplace, synchronize
@@ -71,9 +71,9 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
         if not isinstance(module, nn.Module):
             raise ConfigError(f"DistributedDataParallel: module is a {type(module).__name__}; a torch.nn.Module is needed")
         check_compression(compression, "DistributedDataParallel")
-        _adapter.check_flag(broadcast_buffers, "broadcast_buffers", "DistributedDataParallel")
+        adapter.check_flag(broadcast_buffers, "broadcast_buffers", "DistributedDataParallel")
         init_sync = _checked(module, device_ids, options)
-        session = _adapter.session()
+        session = adapter.session()
         if session.config.asynchronous:
             raise ConfigError("DistributedDataParallel: BYTEPS_ENABLE_ASYNC=1 moves weights instead of gradients: use DistributedOptimizer")
         named = list(module.named_parameters())
@@ -148,7 +148,7 @@ def _checked(module: Any, device_ids: Any, options: dict[str, Any]) -> bool:
         if option not in _REFUSED | _CHANGE_NOTHING | {"dim", "init_sync"}:
             raise TypeError(f"DistributedDataParallel: unknown option {option!r}")
     init_sync = options.get("init_sync", True)
-    _adapter.check_flag(init_sync, "init_sync", "DistributedDataParallel")
+    adapter.check_flag(init_sync, "init_sync", "DistributedDataParallel")
     return bool(init_sync)
 
 
@@ -180,7 +180,7 @@ class _Buffers:
         if not buffers:
             return
         self._lay_out([b for b, _ in buffers])
-        session = _adapter.session()
+        session = adapter.session()
         if session.rank == 0:
             for (buffer, _), part in zip(buffers, self._parts, strict=True):
                 part.copy_(buffer.detach())

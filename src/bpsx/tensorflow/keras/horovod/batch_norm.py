@@ -7,8 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from bpsx import _adapter
 from bpsx.errors import ConfigError
+from bpsx.plugin import adapter
 from bpsx.tensorflow.horovod.reductions import allreduce
 
 
@@ -27,7 +27,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     def _moments(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
         """Keras's, of this worker's batch, averaged over workers."""
         mean, variance = super()._moments(inputs, mask)
-        if _adapter.session().size == 1:
+        if adapter.session().size == 1:
             return mean, variance
         own = tf.stack([mean, variance + tf.square(mean)])
         mean, of_squares = tf.unstack(allreduce(own, name=f"SyncBatchNormalization.{self.path}"))

@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from bpsx import _adapter
 from bpsx.errors import ConfigError
+from bpsx.plugin import adapter
 from bpsx.tensorflow.horovod.job import refuse_elastic
 from bpsx.tensorflow.keras import callbacks as ours
 from bpsx.tensorflow.keras.callbacks import MetricAverageCallback
@@ -74,7 +74,7 @@ class LearningRateWarmupCallback(ours.LearningRateWarmupCallback):
     def on_train_begin(self, logs: Any = None) -> None:
         """As bpsx's."""
         super().on_train_begin(logs)
-        if _adapter.session().rank != 0:
+        if adapter.session().rank != 0:
             self.verbose = 0
 
 

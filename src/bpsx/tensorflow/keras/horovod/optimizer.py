@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-from bpsx._adapter import checked_passes
 from bpsx.errors import ConfigError
-from bpsx.horovod import ProcessSet, ReduceOp, global_process_set
+from bpsx.plugin.adapter import checked_passes
+from bpsx.plugin.horovod import ProcessSet, ReduceOp, global_process_set
 from bpsx.tensorflow.compression import Compression, Compressor
 from bpsx.tensorflow.horovod.training import made_exchange, weights_of
 from bpsx.tensorflow.keras import saving

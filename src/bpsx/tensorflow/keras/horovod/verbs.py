@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from bpsx.horovod import ReduceOp
+from bpsx.plugin.horovod import ReduceOp
 from bpsx.tensorflow import horovod as hvd
 from bpsx.tensorflow.compression import Compression, Compressor
 

@@ -1,0 +1,1 @@
+"""The verbs, and the life of a job in this process."""

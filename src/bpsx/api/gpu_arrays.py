@@ -1,0 +1,160 @@
+"""Arrays on a GPU for the verbs of ``verbs.py``: CuPy's, and whatever has ``__cuda_array_interface__`` or DLPack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bpsx.dtypes import dtype_named
+from bpsx.errors import ConfigError
+
+#: DLPack's number for memory of a CUDA device.
+_DLPACK_CUDA = 2
+#: The default stream's number in ``__cuda_array_interface__`` and DLPack; 0 is none there.
+_DEFAULT_STREAM = 1
+
+
+class GpuView(NamedTuple):
+    """See :class:`bpsx.plugin.adapter.TensorView`, which this is."""
+
+    address: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    owner: object
+    gpu: int
+    streams: Callable[[], int] | None
+
+
+def is_on_gpu(array: Any) -> bool:
+    """Whether ``array`` says that its memory is a CUDA device's."""
+    if isinstance(array, np.ndarray):
+        return False
+    if hasattr(array, "__cuda_array_interface__"):
+        return True
+    return hasattr(array, "__dlpack_device__") and array.__dlpack_device__()[0] == _DLPACK_CUDA
+
+
+def view(array: Any, what: str, moved: bool = False) -> GpuView:
+    """An array on a GPU as bpsx sees it, C-contiguous. ``moved``: it is not added to anything, so that its elements may be of any type.
+
+    Raises :class:`~bpsx.errors.ConfigError`, also if CuPy is needed for it and missing, :class:`~bpsx.dtypes.UnsupportedDType`.
+    """
+    from bpsx.local._cuda import where
+
+    if not hasattr(array, "__cuda_array_interface__"):
+        array = _in_cupy(array, what)
+    described = array.__cuda_array_interface__
+    _check_described(described, what)
+    shape, dtype = tuple(described["shape"]), _dtype_of(array, described["typestr"])
+    itemsize = np.dtype(described["typestr"]).itemsize if moved else dtype_named(dtype, what).itemsize
+    if not _is_contiguous(shape, described.get("strides"), itemsize):
+        raise ConfigError(f"{what}: an array on a GPU must be C-contiguous; this one has shape {shape} and strides {described['strides']}")
+    nbytes, address = _count(shape) * itemsize, int(described["data"][0])
+    if not moved and nbytes and address % itemsize:
+        raise ConfigError(f"{what}: memory on a GPU must be aligned; this array's begins at {address:#x}, and its elements have {itemsize} bytes")
+    gpu = array.__dlpack_device__()[1] if hasattr(array, "__dlpack_device__") else where(address) if nbytes else 0
+    if gpu < 0:
+        raise ConfigError(f"{what}: its __cuda_array_interface__ names memory that is no GPU's")
+    return GpuView(address, nbytes, dtype, shape, array, gpu, _streams_of(array, described))
+
+
+def as_bytes(view: GpuView) -> GpuView:
+    """The same memory as bytes, with the elements' size as a last dimension."""
+    itemsize = view.nbytes // max(1, _count(view.shape))
+    return view._replace(dtype="uint8", shape=(*view.shape, itemsize))
+
+
+def output_for(array: Any, output: Any, what: str) -> Any:
+    """Where the result goes: ``output``, or a new CuPy array. Raises :class:`~bpsx.errors.ConfigError` if CuPy is missing or ``output`` cannot be
+    written to."""
+    if output is None:
+        return _cupy(what).empty_like(_in_cupy(array, what), order="C")
+    if not is_on_gpu(output):
+        raise ConfigError(f"{what}: output must be an array on a GPU, as the input is, not {type(output).__name__}")
+    if hasattr(output, "__cuda_array_interface__") and output.__cuda_array_interface__["data"][1]:
+        raise ConfigError(f"{what}: output must be writeable")
+    return output
+
+
+def contiguous(array: Any, what: str) -> Any:
+    """``array`` itself, or a copy whose elements lie in order."""
+    described = getattr(array, "__cuda_array_interface__", None)
+    if described is None or described.get("strides") is None:
+        return array
+    _check_described(described, what)       # a copy would drop it
+    return _cupy(what).ascontiguousarray(array)
+
+
+def check_overlap(source: GpuView, target: GpuView, what: str) -> None:
+    """Raise :class:`~bpsx.errors.ConfigError` if two arrays overlap without being the same memory.
+
+    Results arrive in pieces, and would overwrite elements that have yet to be sent.
+    """
+    if source.address != target.address and max(source.address, target.address) < min(source.address + source.nbytes, target.address + target.nbytes):
+        raise ConfigError(f"{what}: output overlaps the input's memory without being the same; give the input itself, or an array of its own")
+
+
+def _check_described(described: dict[str, Any], what: str) -> None:
+    """Raise :class:`~bpsx.errors.ConfigError` for what ``__cuda_array_interface__`` tells of and bpsx would not heed."""
+    if described.get("mask") is not None:
+        raise ConfigError(f"{what}: the array has a mask, which cannot be sent: give a value to the masked elements")
+    dtype = np.dtype(described["typestr"])
+    if not dtype.isnative:
+        raise ConfigError(f"{what}: dtype {dtype.str} is not of this machine's byte order, and is not converted on a GPU: "
+                          f"give elements of {dtype.newbyteorder('=').str}")
+
+
+def _in_cupy(array: Any, what: str) -> Any:
+    """The same memory as CuPy's."""
+    cupy = _cupy(what)
+    if isinstance(array, cupy.ndarray):
+        return array
+    return cupy.asarray(array) if hasattr(array, "__cuda_array_interface__") else cupy.from_dlpack(array)
+
+
+def _cupy(what: str) -> Any:
+    try:
+        import cupy
+    except ImportError as e:
+        raise ConfigError(f"{what}: arrays on a GPU need CuPy for this ({e}): pip install cupy-cuda13x (or cupy-cuda12x); contiguous ones that have "
+                          "__cuda_array_interface__ go without, if output=… is such a one, too") from e
+    return cupy
+
+
+def _dtype_of(array: Any, typestr: str) -> str:
+    given = getattr(array, "dtype", None)
+    name = str(getattr(given, "name", given)).removeprefix("torch.")
+    return name if name == "bfloat16" else np.dtype(typestr).name      # the interface has no type for bfloat16
+
+
+def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int) -> bool:
+    if strides is None or 0 in shape:
+        return True
+    expected = itemsize
+    for length, stride in reversed(list(zip(shape, strides, strict=True))):
+        if length > 1 and stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count
+
+
+def _streams_of(array: Any, described: dict[str, Any]) -> Callable[[], int]:
+    """The stream to be ordered with: CuPy's current one for its arrays, else the one that the array names, else the default stream."""
+    if type(array).__module__.partition(".")[0] == "cupy":
+        import cupy
+
+        return lambda: int(cupy.cuda.get_current_stream().ptr)
+    named = described.get("stream")
+    stream = 0 if named in (None, _DEFAULT_STREAM) else int(named)
+    return lambda: stream
+

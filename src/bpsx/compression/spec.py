@@ -1,0 +1,295 @@
+"""How gradients are compressed: ``compression_params`` checked, and said in a line that workers and servers agree on.
+
+The only place that knows the keys; what belongs to one compressor only is that codec's (:mod:`bpsx.kernels.codecs`). Pure but for loading kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bpsx.dtypes import BY_NAME
+from bpsx.errors import ConfigError
+from bpsx.kernels.codecs import (
+    ALIKE,
+    COMMON,
+    COMPRESSORS,
+    Codec,
+    checked_choice,
+    checked_flag,
+    checked_number,
+    codec,
+    load_codec,
+    load_conversion,
+    load_momentum,
+)
+
+log = logging.getLogger("bpsx.compression.spec")
+_MASK = 2**64 - 1
+#: Ignored keys of which a warning has told, with where they were given.
+_told: set[tuple[str, str]] = set()
+DEFAULT_MU = 0.9
+#: Element types that can be compressed.
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A name's compression. ``compressor`` "": none, then at most ``fp16`` and ``momentum`` say something. ``mu``: of the momentum."""
+
+    compressor: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+    ef: str = ""
+    momentum: str = ""
+    mu: float = DEFAULT_MU
+    seed: int = 0
+    fp16: bool = False
+
+    def text(self) -> str:
+        """One line, the same for the same compression; :func:`parse` reads it."""
+        said = {"compressor": self.compressor, **dict(self.options), "ef": self.ef, "momentum": self.momentum, "seed": self.seed, "fp16": self.fp16}
+        if self.momentum:
+            said["mu"] = self.mu
+        if self.seed == 0:
+            del said["seed"]
+        return json.dumps({k: v for k, v in said.items() if not (v is False or isinstance(v, str) and v == "")}, sort_keys=True)
+
+
+NONE = Compression()
+
+
+def compression(params: Mapping[str, Any] | None, what: str = "compression_params") -> Compression:
+    """``params`` as users write them, checked and completed; ``what`` says whose they are.
+
+    None, "" and False stand for a key that is not given. Raises :class:`~bpsx.errors.ConfigError` (a :class:`ValueError`), which names key, value
+    and what is allowed.
+    """
+    if params is None:
+        return NONE
+    if not isinstance(params, Mapping):
+        raise ConfigError(f"{what}: a mapping is needed, not {type(params).__name__}")
+    given = {k: v for k, v in params.items() if v is not None and v is not False and not (isinstance(v, str) and v == "")}
+    try:
+        return _checked(given)
+    except ConfigError as e:
+        raise ConfigError(f"{what}: {e}") from None
+
+
+def _checked(given: dict[str, Any]) -> Compression:
+    name = given.get("compressor", "")
+    if not isinstance(name, str):
+        raise ConfigError(f"compressor={name!r}: a name is needed")
+    known = codec(name) if name else None
+    given = _without_others(given, known)
+    _check_keys(given, known)
+    ef = checked_choice("ef", given["ef"], *(known.feedback if known else ())) if "ef" in given else ""
+    momentum = checked_choice("momentum", given["momentum"], "nesterov") if "momentum" in given else ""
+    options = known.options({k: v for k, v in given.items() if k in known.keys}) if known else {}
+    return Compression(name, tuple(sorted(options.items())), ef, momentum, _factor(given.get("mu", DEFAULT_MU)), _seed(given.get("seed", 0)),
+                       checked_flag("fp16", given.get("fp16", False)))
+
+
+def _without_others(given: dict[str, Any], known: Codec | None) -> dict[str, Any]:
+    """``given`` without the options that belong to another compressor only, which BytePS ignores: its
+    scripts always pass ``k``. Warns once of each. Raises :class:`~bpsx.errors.ConfigError` for a value
+    that the other compressor would not take either."""
+    taken = {*COMMON, *(known.keys if known else ())}
+    kept = dict(given)
+    for key, value in given.items():
+        owners = [codec(n) for n in COMPRESSORS if key in codec(n).keys] if key not in taken else []
+        if not owners:
+            continue
+        _check_for_any(owners, key, value)
+        del kept[key]
+        place = f"compressor={known.name!r}" if known else "no compressor"
+        if (key, place) not in _told:
+            _told.add((key, place))
+            log.warning("compression_params: %s=%r is ignored: it means nothing with %s, but with %s",
+                        key, value, place, ", ".join(repr(c.name) for c in owners))
+    return kept
+
+
+def _check_for_any(owners: list[Codec], key: str, value: Any) -> None:
+    """Whether one of ``owners`` takes ``value`` for ``key``. Raises the first's refusal."""
+    refused: ConfigError | None = None
+    for owner in owners:
+        needed = {"k": 2} if "k" in owner.keys else {}
+        try:
+            owner.options({**needed, key: value})
+            return
+        except ConfigError as e:
+            refused = refused or e
+    assert refused is not None
+    raise refused
+
+
+def _check_keys(given: dict[str, Any], known: Codec | None) -> None:
+    every = {*COMMON, *(known.keys if known else ())}
+    for key, value in given.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"{key!r} is no key: allowed are {', '.join(sorted(every))}")
+        if key in every:
+            continue
+        raise ConfigError(f"{key}={value!r} is no key: allowed are {', '.join(sorted(every))}")
+    if known is None:
+        for key in ("ef", "momentum", "mu"):
+            if key in given:
+                raise ConfigError(f"{key}={given[key]!r} without a compressor")
+    if "mu" in given and "momentum" not in given:
+        raise ConfigError(f"mu={given['mu']!r} without momentum")
+
+
+def _factor(mu: Any) -> float:
+    number = checked_number(mu)
+    if number is None or not 0 < number < 1:
+        raise ConfigError(f"mu={mu!r}: allowed are numbers between 0 and 1")
+    return float(number)
+
+
+def _seed(seed: Any) -> int:
+    number = checked_number(seed)
+    if not isinstance(number, int) or not 0 <= number <= _MASK:
+        raise ConfigError(f"seed={seed!r}: allowed are integers from 0 to {_MASK}")
+    return number
+
+
+def warm(given: Compression, dtype: str) -> None:
+    """Compile what ``given`` needs for elements of ``dtype``, the first time. Thread-safe."""
+    make(given, dtype, BY_NAME[dtype].itemsize, 0, 0)
+
+
+def parse(text: str) -> Compression:
+    """What :meth:`Compression.text` has said. Raises :class:`~bpsx.errors.ConfigError` for anything else."""
+    try:
+        said = json.loads(text)
+    except ValueError:
+        said = None
+    if not isinstance(said, dict):
+        raise ConfigError("a compression is a JSON object")
+    return compression(said, "compression")
+
+
+def effective(given: Compression, dtype: str, nbytes: int, least: int) -> Compression | None:
+    """What becomes of a tensor of so many bytes, if tensors of less than ``least`` are not compressed: ``given``, halves, or None. One object for one
+    ``given``, so that it can be compared by identity."""
+    if given.compressor and nbytes >= least:
+        return given
+    return _HALF if given.fp16 and dtype in ("float32", "float64") else None
+
+
+_HALF = Compression("half")
+
+
+def check_fits(given: Compression, dtype: str, nbytes: int, what: str, partition_bytes: int) -> None:
+    """Raise :class:`~bpsx.errors.ConfigError` if a tensor of so many bytes of ``dtype``, in partitions of at most ``partition_bytes``, cannot be
+    compressed like that; ``what`` says whose it is."""
+    if dtype not in FLOATS:
+        raise ConfigError(f"{what}: compressor={given.compressor!r}: elements of {dtype} cannot be compressed; allowed: {', '.join(FLOATS)}")
+    n, k = nbytes // BY_NAME[dtype].itemsize, dict(given.options).get("k")
+    if isinstance(k, int) and given.compressor in ("topk", "randomk") and k > n:
+        raise ConfigError(f"{what}: k={k} is more than the {n} elements of the tensor")
+    try:
+        _check_count(given, min(nbytes, partition_bytes) // BY_NAME[dtype].itemsize)
+    except ConfigError as e:
+        raise ConfigError(f"{what}: {e}; BYTEPS_PARTITION_BYTES must be less: compressed partitions have {partition_bytes} bytes") from None
+
+
+def _check_count(given: Compression, n: int) -> None:
+    """Whether a partition may have so many elements."""
+    too_many = codec(given.compressor).too_many
+    if n >= too_many:
+        raise ConfigError(f"compressor={given.compressor!r}: a partition of {n} elements: at most {too_many - 1} are possible")
+
+
+class Made(NamedTuple):
+    """One partition's compression, as the core takes it (core/codec/state.pxd)."""
+
+    encode: int
+    decode: int
+    widen: int
+    narrow: int
+    wide_itemsize: int
+    n: int
+    capacity: int
+    scratch: int
+    options: list[int]
+    residual: bool
+    momentum: bool
+    mu: float
+    corrected: bool
+    counted: bool
+    sparse: bool
+    owners: tuple[object, ...]
+
+
+def stream(name: bytes, part: int) -> int:
+    """64 bits that say which partition it is, the same in every job: what random numbers begin with, besides the seed."""
+    return mix(int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little"), part)
+
+
+class Momentum:
+    """Nesterov's momentum of one tensor that no encoder adds it to. One round after another: who calls waits for each."""
+
+    def __init__(self, dtype: str, n: int) -> None:
+        self._run = _NESTEROV(load_momentum(dtype))
+        self._itemsize, self._n = BY_NAME[dtype].itemsize, n
+        self.kept = np.zeros(n, "float64" if dtype == "float64" else "float32")
+
+    def taken(self) -> np.ndarray:
+        """A copy of what is kept."""
+        return self.kept.copy()
+
+    def put(self, kept: np.ndarray | float) -> None:
+        """Keep this from now on."""
+        self.kept[:] = kept
+
+    def add(self, address: int, mu: float) -> np.ndarray:
+        """New memory with what is to be sent for the gradient at ``address``."""
+        out = np.empty(self._n * self._itemsize, np.uint8)
+        self._run(out.ctypes.data, address, self.kept.ctypes.data, self._n, mu)
+        return out
+
+
+_NESTEROV = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_double)
+
+
+def make(given: Compression, dtype: str, nbytes: int, which: int, sender: int | None) -> Made:
+    """For a partition of ``nbytes`` bytes of ``dtype``; ``which``: its :func:`stream`. ``sender`` None: the server's side, which has no momentum and
+    whose elements are wide. Loads kernels.
+
+    Raises :class:`~bpsx.errors.ConfigError` for element types that cannot be compressed.
+    """
+    if dtype not in FLOATS:
+        raise ConfigError(f"elements of {dtype} cannot be compressed; allowed: {', '.join(FLOATS)}")
+    used, n = codec(given.compressor), nbytes // BY_NAME[dtype].itemsize
+    wide = "float64" if dtype == "float64" else "float32"
+    residual, momentum = bool(given.ef), bool(given.momentum) and sender is not None
+    _check_count(given, n)
+    compiled = load_codec(given.compressor, wide, residual, momentum)
+    conversion = load_conversion(dtype if sender is not None else wide)
+    numbers = used.numbers(dict(given.options))
+    if len(numbers) > ALIKE:
+        raise ConfigError(f"compressor={given.compressor!r} makes {len(numbers)} numbers of its options: at most {ALIKE} are possible")
+    seed = mix(given.seed, which, *([0 if sender is None else sender + 1] if used.own_noise else []))
+    options = [*numbers, *[0] * (ALIKE - len(numbers)), 0, seed - 2**64 if seed >= 2**63 else seed]
+    return Made(compiled.encode, compiled.decode, conversion[0], conversion[1], BY_NAME[wide].itemsize, n, used.capacity(n, numbers),
+                used.scratch(n, numbers), options, residual, momentum, given.mu, given.ef == "corrected", used.counted,
+                given.ef == "sparse" and sender is None, (compiled, conversion))
+
+
+def mix(*numbers: int) -> int:
+    """64 bits that depend on all bits of ``numbers``: the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) over them in turn."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & _MASK
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state

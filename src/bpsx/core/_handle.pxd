@@ -1,0 +1,57 @@
+# What other extension modules see of _handle.pyx.
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from bpsx.core._tensor cimport Tensor
+from bpsx.core.partition cimport Task, Tell
+from bpsx.core.state cimport Core as CCore
+
+
+cdef class Handle
+
+
+cdef class Item:                # see _handle.pyx
+    cdef readonly str name, dtype
+    cdef readonly object shape, owner
+    cdef readonly uint64_t address, nbytes
+    cdef readonly int priority
+    cdef public object begun
+    cdef Handle spare           # of an earlier push_pull, to be used again if nobody else has it; or None
+
+    cdef Tensor known_as(self, dict declared, dict codes)
+    cdef Handle take_spare(self)
+
+
+cdef class Handle:
+    cdef Task task
+    cdef CCore *c               # of the core,
+    cdef object core            # ... which it keeps alive
+    cdef Tensor tensor
+    cdef object owner           # keeps the memory behind task.input and task.output alive
+    cdef Py_buffer view_in, view_out
+    cdef bint has_in, has_out
+    cdef str failure
+    cdef bint by_graph          # a framework's graph waits for it
+    cdef readonly object gpu    # None: not on a GPU
+    cdef object streams         # ... a function that gives the current stream
+    cdef object moment          # ... when the input is there
+    cdef uint64_t event         # ... and its own for the end, which need not be the one that tells of it
+    cdef public bint by_stream  # ... in memory that is freed in the order of the stream that made it, as PyTorch's is
+    cdef readonly str name
+    cdef public object result
+
+    cdef fill(self, core, CCore *c, str name, uint32_t divisor, int priority, owner, result)
+    cdef void _release_buffers(self)
+    cdef _end(self, timeout)
+    cdef _output(self)
+    cdef _meet(self, uint64_t stream)
+    cdef bint has_ended(self)
+    cdef bint has_succeeded(self)
+    cdef rest(self)
+    cdef void tell_at_end(self, Tell *tell) noexcept
+    cdef error(self)
+    cdef bint is_behind(self, uint64_t stream, uint64_t by)
+    cdef _between_slices(self, int64_t end)
+    cdef void _ask(self)
+
+
+cdef Handle new_handle(core, CCore *c, str name, uint32_t divisor, int priority, owner, result)

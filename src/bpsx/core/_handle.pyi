@@ -1,0 +1,45 @@
+"""One push_pull; see ``_handle.pyx``."""
+
+from typing import Any
+
+from bpsx.local._cuda import Gpu
+
+def own_pid() -> int:
+    """As os.getpid(), without a system call."""
+
+class Item:
+    """A tensor of several that are summed in place, all on one GPU and made by one stream. ``view``: see :class:`bpsx.plugin.adapter.TensorView`."""
+
+    #: The :class:`Handle`, when it has begun; the exception that has kept it from that; None before.
+    begun: Any
+    def __init__(self, name: str, view: Any, priority: int = 0) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def owner(self) -> object: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def priority(self) -> int: ...
+
+
+class Handle:
+    """One push_pull under way. Thread-safe."""
+
+    result: Any
+    #: On a GPU: its memory is freed in the order of the stream that made it, as PyTorch's is, and can be let go when that has met the end.
+    by_stream: bool
+    @property
+    def name(self) -> str: ...
+    @property
+    def gpu(self) -> Gpu | None: ...
+    def done(self) -> bool:
+        """Whether the operation has ended, well or not. Does not block."""
+    def wait(self, timeout: float | None = None) -> Any:
+        """The result. Raises :class:`~bpsx.errors.BpsxError`, or :class:`TimeoutError` after ``timeout`` seconds."""

@@ -1,0 +1,210 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+"""One push_pull, as who asks for it among others and who waits for it sees it."""
+from cpython.buffer cimport PyBuffer_Release
+from cpython.exc cimport PyErr_CheckSignals
+from cpython.object cimport PyObject
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.string cimport memset
+
+from bpsx.core._tensor cimport Declared, Tensor
+from bpsx.core.loop cimport wait_for
+from bpsx.core.process cimport own_pid as c_own_pid
+from bpsx.core.gpu.reclaim cimport met, now_met
+from bpsx.core.status cimport DONE, PENDING
+from bpsx.system.sync cimport atomic_load, lock, now_ns, unlock
+
+from bpsx import errors
+from bpsx.system.tracebacks import CUT, shorten
+
+# How long a wait stays without the GIL before it looks for signals (Ctrl-C).
+cdef int64_t SLICE_NS = 200_000_000
+
+
+def own_pid() -> int:
+    """As os.getpid(), without a system call."""
+    return c_own_pid()
+
+
+cdef class Item:
+    """A tensor of several that are summed in place, all on one GPU and made by one stream; see :meth:`bpsx.session.session.Session.push_pull_all`.
+
+    ``view``: see :class:`bpsx.plugin.adapter.TensorView`. ``begun``: the handle, when it has begun; what has kept it from that; None before.
+    """
+
+    def __init__(self, str name, view, int priority=0) -> None:
+        self.name, self.priority, self.begun = name, priority, None
+        self.address, self.nbytes, self.dtype, self.shape, self.owner = view.address, view.nbytes, view.dtype, view.shape, view.owner
+
+    cdef Tensor known_as(self, dict declared, dict codes):
+        """What the core knows of it, if it is summed as it lies."""
+        cdef Declared found = declared.get(self.name)
+        code = codes.get(self.dtype)
+        if found is None or code is None:
+            return None
+        tensor = found.now(self.shape, code, None)
+        if tensor is not None:
+            found.uses += 1
+        return tensor
+
+    cdef Handle take_spare(self):
+        """An empty handle: the spare one, if neither the core nor the user has it any more; else a new one."""
+        cdef Handle handle = self.spare
+        self.spare = None
+        if handle is None or (<PyObject *>handle).ob_refcnt != 1:
+            return Handle.__new__(Handle)
+        memset(&handle.task, 0, sizeof(Task))
+        return handle
+
+
+cdef Handle new_handle(core, CCore *c, str name, uint32_t divisor, int priority, owner, result):
+    """Of a push_pull that has not begun."""
+    cdef Handle handle = Handle.__new__(Handle)
+    handle.fill(core, c, name, divisor, priority, owner, result)
+    return handle
+
+
+cdef class Handle:
+    """One push_pull under way. Keeps input and output alive until both the result is home and the transport has let go.
+
+    Thread-safe: any thread may :meth:`done` or :meth:`wait`.
+    """
+
+    def __dealloc__(self):
+        self._release_buffers()
+        if self.gpu is not None and self.event:
+            self.gpu.give(self.event)
+
+    cdef fill(self, core, CCore *c, str name, uint32_t divisor, int priority, owner, result):
+        self.core, self.c, self.name, self.owner, self.result = core, c, name, owner, result
+        self.task.divisor, self.task.priority, self.task.handle = divisor, priority, <void *>self
+
+    cdef void _release_buffers(self):
+        if self.has_in:
+            self.has_in = False
+            PyBuffer_Release(&self.view_in)
+        if self.has_out:
+            self.has_out = False
+            PyBuffer_Release(&self.view_out)
+
+    def done(self) -> bool:
+        """Whether the operation has ended, well or not; on a GPU, there. Does not block."""
+        cdef int64_t status = atomic_load(&self.task.status)
+        if status == PENDING:
+            self._ask()
+            self.core.asking.polls()
+        return status != PENDING and (self.gpu is None or status < 0 or self.task.come or self.gpu.come(<uintptr_t>self.task.over))
+
+    cdef _output(self):
+        return <uintptr_t>self.task.output, self.tensor.nbytes
+
+    def wait(self, timeout=None):       # Cython 3.1 would take no int for a `float | None`
+        """Wait for the end and return the result. On a GPU: what the current stream queues from now on comes after the end, and nobody waits.
+
+        Raises a :class:`bpsx.errors.BpsxError` if the operation failed, :class:`TimeoutError` after ``timeout`` seconds.
+        """
+        try:
+            return self._end(timeout)
+        except CUT as error:
+            shorten(error)
+            raise error         # Cython's bare raise would bring the old traceback back
+
+    cdef _end(self, timeout):
+        cdef int64_t end = 0, slice_end
+        cdef bint finished, waited = False
+        if c_own_pid() != self.core.pid:
+            raise errors.NotInitializedError(f"push_pull of {self.name!r} was begun in process {self.core.pid}; its forked child cannot wait for it")
+        if timeout is not None:
+            end = now_ns() + <int64_t>(timeout * 1e9)
+        while atomic_load(&self.task.status) == PENDING:
+            slice_end = now_ns() + SLICE_NS
+            if end and slice_end > end:
+                slice_end = end
+            with nogil:
+                finished = wait_for(self.c, &self.task, slice_end)
+            if not finished:
+                self._between_slices(end)
+                waited = True
+        if waited:
+            self.core.asking.over()
+        if self.gpu is None:
+            self.core.reap()
+        else:                           # failed or not: who goes on with the memory shall not meet us there
+            self._meet(self.streams())
+        if self.task.status < 0:
+            PyErr_CheckSignals()        # Ctrl-C has come to the others, too, whose end is no news then
+            raise self.core.error_of(self)
+        return self.result
+
+    cdef bint has_ended(self):
+        """Whether a wait would not wait. On a GPU that is when the end has been queued there."""
+        return atomic_load(&self.task.status) != PENDING
+
+    cdef bint has_succeeded(self):
+        """Whether a wait would neither wait nor raise. Only of what is on the host."""
+        return atomic_load(&self.task.status) == DONE
+
+    cdef rest(self):
+        """It has ended and been waited for, and may be used again: then it keeps nothing alive. Returns its core."""
+        core, self.core, self.tensor = self.core, None, None
+        return core
+
+    cdef void tell_at_end(self, Tell *tell) noexcept:
+        """Have ``tell.run`` called once, with the status, by whoever ends this, any thread without the GIL; here and now if it has ended."""
+        cdef int64_t status
+        tell.next = NULL
+        self.by_graph = self.core.asking.graphs = True
+        if self.tensor is not None:
+            self.tensor.by_graph = True
+        with nogil:
+            lock(&self.c.monitor)
+            status = self.task.status
+            if status == PENDING:
+                tell.next = self.task.tells
+                self.task.tells = tell
+            unlock(&self.c.monitor)
+            if status != PENDING:
+                tell.run(tell, status)
+
+    cdef error(self):
+        """What has ended it, where the status is not good."""
+        return self.core.error_of(self)
+
+    cdef bint is_behind(self, uint64_t stream, uint64_t by):
+        """Whether it has ended well, and ``stream``, whose number is ``by``, goes on after that: then there is nothing left to wait for."""
+        if atomic_load(&self.task.status) != DONE or not met(self.c, &self.task, by):
+            return False
+        if self.by_stream and stream == self.task.stream:
+            self.owner = None
+        return True
+
+    cdef _meet(self, uint64_t stream):
+        """Have a stream go on after our end. One that goes on after a later end does already: of hundreds of gradients one is enough."""
+        cdef uint64_t by = self.gpu.number_of(stream)
+        if not met(self.c, &self.task, by):
+            self.core.reap()
+            self.gpu.wait(stream, <uintptr_t>self.event if self.task.come else <uintptr_t>self.task.over)    # if only to refuse a captured stream
+            now_met(self.c, &self.task, by)
+        if self.by_stream and stream == self.task.stream:
+            self.owner = None           # what takes the memory next comes after us; held on to, it would lie idle until somebody reaps
+
+    cdef _between_slices(self, int64_t end):
+        """Look for signals and the time; on the way out somebody else has to drive."""
+        self._ask()
+        self.core.asking.note(self)
+        try:
+            PyErr_CheckSignals()
+            if end and now_ns() >= end:
+                raise TimeoutError(f"push_pull of {self.name!r} has not ended in time")
+            if self.c.stopping and atomic_load(&self.task.status) == PENDING:
+                raise errors.ShutdownError(f"push_pull of {self.name!r}: bpsx was shut down")
+        except BaseException:
+            if self.tensor is not None:
+                self.tensor.ask_no_more()
+            self.core.asking.over(atomic_load(&self.task.status) == PENDING)
+            self.core.kick()
+            raise
+
+    cdef void _ask(self):
+        """Somebody waits for it."""
+        if self.tensor is not None:
+            self.tensor.ask()

@@ -1,0 +1,1 @@
+"""Compression, as the core sees it."""

@@ -1,0 +1,120 @@
+# The threads that encode and decode. The driver gives them partitions, most urgent first, and takes them back; nobody holds the GIL.
+from libc.stdint cimport int64_t, uint32_t
+from libc.stdlib cimport calloc, free
+
+from bpsx.core.codec.state cimport Packed, pack, unpack
+from bpsx.core.partition cimport Lane, Partition, Tensor
+from bpsx.core.queue cimport heap_pop, heap_push
+from bpsx.core.status cimport DONE
+from bpsx.system.sync cimport Monitor, atomic_add, atomic_load, atomic_store, lock, monitor_destroy, monitor_init, notify_all, unlock, wait
+
+cdef enum:
+    MAX_THREADS = 64
+
+cdef struct Pool:
+    Monitor monitor
+    # Guarded by it:
+    Lane todo                   # only its heap is used
+    Partition *done             # to be taken back, latest first
+    Partition *at_work[MAX_THREADS]
+    bint stopping
+    uint32_t n_threads
+    int64_t ready               # partitions in `done`; read anywhere
+
+
+cdef inline Pool *pool_new(int threads) except NULL:
+    """Raises MemoryError."""
+    cdef Pool *pool = <Pool *>calloc(1, sizeof(Pool))
+    if pool == NULL or monitor_init(&pool.monitor) != 0:
+        free(pool)
+        raise MemoryError("no memory for the threads that compress")
+    pool.n_threads = max(1, min(threads, MAX_THREADS))
+    return pool
+
+
+cdef inline void pool_stop(Pool *pool) noexcept nogil:
+    """Have the threads end."""
+    lock(&pool.monitor)
+    pool.stopping = True
+    notify_all(&pool.monitor)
+    unlock(&pool.monitor)
+
+
+cdef inline void pool_free(Pool *pool) noexcept nogil:
+    if pool != NULL:
+        free(pool.todo.heap)
+        monitor_destroy(&pool.monitor)
+        free(pool)
+
+
+cdef inline int pool_give(Pool *pool, Partition *p) noexcept nogil:
+    """The driver: a partition has to be encoded or decoded. 0, or -1 when there is no memory."""
+    cdef int rc
+    lock(&pool.monitor)
+    rc = heap_push(&pool.todo, p)
+    notify_all(&pool.monitor)
+    unlock(&pool.monitor)
+    return rc
+
+
+cdef inline Partition *pool_take(Pool *pool) noexcept nogil:
+    """The driver: what has been worked on, a list by `next_done`."""
+    cdef Partition *found
+    if atomic_load(&pool.ready) == 0:
+        return NULL
+    lock(&pool.monitor)
+    found = pool.done
+    pool.done = NULL
+    atomic_store(&pool.ready, 0)
+    unlock(&pool.monitor)
+    return found
+
+
+cdef inline void pool_forget(Pool *pool, Tensor *tensor) noexcept nogil:
+    """The driver, which has failed `tensor`: when this returns nobody reads or writes its tasks' memory any more."""
+    cdef uint32_t i
+    cdef bint busy = True
+    lock(&pool.monitor)
+    while busy:
+        busy = False
+        for i in range(pool.n_threads):
+            busy = busy or pool.at_work[i] != NULL and pool.at_work[i].tensor == tensor
+        if busy:
+            wait(&pool.monitor)
+    unlock(&pool.monitor)
+
+
+cdef inline Partition *pool_next(Pool *pool, uint32_t me) noexcept nogil:
+    """A thread of the pool: the next partition, waited for; NULL: it is to end."""
+    cdef Partition *p = NULL
+    lock(&pool.monitor)
+    while p == NULL and not pool.stopping:
+        if pool.todo.size == 0:
+            wait(&pool.monitor)
+            continue
+        p = heap_pop(&pool.todo)
+        if p.tensor.status != DONE:
+            p = NULL                        # its tasks have been failed
+    pool.at_work[me] = p
+    unlock(&pool.monitor)
+    return p
+
+
+cdef inline void pool_finish(Pool *pool, uint32_t me, Partition *p) noexcept nogil:
+    """... and is done with it."""
+    lock(&pool.monitor)
+    pool.at_work[me] = NULL
+    p.next_done = pool.done
+    pool.done = p
+    atomic_add(&pool.ready, 1)
+    notify_all(&pool.monitor)               # who has failed the tensor may wait for this
+    unlock(&pool.monitor)
+
+
+cdef inline void work_on(Partition *p, char *scratch) noexcept nogil:
+    cdef Packed *packed = p.packed
+    p.codec_status = 0
+    if p.encodes:
+        pack(packed, p.source, packed.wire, scratch, p.tensor.current.rate, True)
+    else:
+        p.codec_status = unpack(packed, packed.wire, packed.size, p.target, scratch)

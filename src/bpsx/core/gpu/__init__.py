@@ -1,0 +1,1 @@
+"""What the core does on GPUs."""

@@ -1,0 +1,474 @@
+# Collectives of a machine's GPUs: who says when which one is queued. Only the driver calls these; see "GPUs" in ARCHITECTURE.md.
+#
+# NCCL wants one order everywhere, or GPUs wait for each other for ever. The root says which: an ORDER goes to everybody, in the same sequence, and
+# whoever reads one queues just that, whatever has become of the tensor meanwhile: without one it gives zeros, and throws away what it gets.
+from libc.stdint cimport uint32_t, uint64_t
+from libc.string cimport memset
+
+from bpsx.core.gpu.device cimport (
+    ALL_GATHER, ALL_REDUCE, BETWEEN, BROADCAST_FROM, MEAN, REDUCE_SCATTER, REDUCE_TO, SUM, Device, item_bytes,
+)
+from bpsx.core.gpu.copies cimport await_end, find_place, mark, own_part, under_way
+from bpsx.core.local.group cimport PART_BITS, Machine, agree, memory_at, partition_of, send_post
+from bpsx.core.partition cimport EVERYBODY, OnGpu, Partition, Task
+from bpsx.core.gpu.pinned_pool cimport SLAB
+from bpsx.core.local.ring cimport GATHERS, IS_BROADCAST, IS_COPIED, IS_ORDER, MORE, ON_GPU, STANDS_IN, Post
+from bpsx.core.queue cimport heap_pop, heap_push
+from bpsx.core.stage cimport (
+    BROADCAST, COORDINATE_BROADCAST, COORDINATE_PUSH, COORDINATE_REDUCE, PUSH, REDUCE, advance, enter, fail_partition, give_up,
+)
+from bpsx.core.state cimport Core
+from bpsx.core.status cimport E_DEVICE, E_JOINED, E_MEMORY, E_MISMATCH, E_PROTOCOL
+from bpsx.system.sync cimport atomic_load
+
+cdef enum:
+    NOBODY = 0xFFFFFFFE         # of this machine: whose data a broadcast is about
+    SMALL_PART = 1 << 16        # bytes: parts that are smaller are not worth a copy each
+
+
+# ---- at the root: what comes next
+
+cdef inline bint present(Machine *m, Partition *p, uint32_t i) noexcept nogil:
+    """Whether a process gives a share in this round."""
+    if i == m.me:
+        return p.tensor.current.handle != NULL
+    return p.shares[i].flags != 0
+
+
+cdef inline uint32_t first_owner(Machine *m, Partition *p) noexcept nogil:
+    """A rank in the groups that stands for a process that is there, in each of them; NOBODY: none does. The root's, if it can be."""
+    cdef uint32_t candidate, i, k
+    cdef bint there
+    for k in range(m.group_size):
+        candidate = (m.root - k) % m.group_size
+        there = True
+        for i in range(m.n_groups):
+            there = there and present(m, p, i * m.group_size + candidate)
+        if there:
+            return candidate
+    return NOBODY
+
+
+cdef inline uint32_t choose_owner(Machine *m, Partition *p) noexcept nogil:
+    """Who copies the partition: see OnGpu.owner."""
+    cdef uint32_t i
+    for i in range(m.size):
+        if not present(m, p, i):                # it has joined
+            return first_owner(m, p)
+    if p.packed != NULL:
+        return m.root % m.group_size
+    if m.n_roots:
+        return m.roots[((p.key >> PART_BITS) + p.key) % m.n_roots] % m.group_size
+    if p.gpu.span < <uint64_t>SMALL_PART * m.group_size:
+        return m.root % m.group_size
+    return EVERYBODY
+
+
+cdef inline uint32_t reduction_of(Machine *m, Partition *p) noexcept nogil:
+    """How the GPUs of a group add; what is left to divide by stays in `p.divisor`."""
+    cdef bint halves = p.tensor.dtype == 1 or p.tensor.dtype == 2
+    cdef bint floats = halves or p.tensor.dtype == 3 or p.tensor.dtype == 4
+    if m.alone:
+        return MEAN if floats and p.divisor == m.size else SUM
+    if halves and p.divisor % m.size == 0:
+        # The machine's sum could overflow where the average does not: its mean travels.
+        p.divisor //= m.size
+        return MEAN
+    return SUM
+
+
+cdef inline void describe(Core *c, Partition *p, bint gathers, Post *order) noexcept nogil:
+    """The ORDER for a partition."""
+    cdef Machine *m = c.machine
+    cdef Task *task = p.tensor.current
+    memset(order, 0, sizeof(Post))
+    order.key = p.key
+    order.flags = IS_ORDER | ON_GPU | (GATHERS if gathers else 0) | (IS_BROADCAST if task.broadcast else 0)
+    order.nbytes = p.gpu.span
+    order.dtype = p.tensor.dtype
+    order.round = p.round
+    order.group_owner = p.gpu.owner
+    order.owner = NOBODY
+    if task.broadcast and task.divisor - m.first_rank < m.size:
+        order.owner = task.divisor - m.first_rank
+    order.reduction = p.gpu.reduction
+    if p.gpu.place != NULL:
+        order.offset = p.gpu.place.offset
+        order.slab = p.gpu.place.slab
+        order.slab_bytes = p.gpu.place.slab_bytes
+
+
+cdef inline void tell_all(Machine *m, Partition *p, const Post *order, bint more, int *failed) noexcept nogil:
+    cdef Post post
+    cdef uint32_t i
+    for i in range(m.size):
+        if i == m.me:
+            continue
+        post = order[0]
+        post.round = p.shares[i].round
+        if not p.shares[i].takes_part:
+            post.flags |= STANDS_IN
+        if more:
+            post.flags |= MORE
+        failed[0] |= send_post(m, i, &post)
+
+
+cdef inline void refuse(Core *c, Partition *p, int status, uint32_t a, uint32_t b) noexcept nogil:
+    """The round cannot be: other machines have to be told, by a push without a body."""
+    if c.machine.alone:
+        fail_partition(c, p, status, a, b)
+        return
+    p.share_status = status
+    p.share_a = a
+    p.share_b = b
+    p.source = NULL
+    if p.packed != NULL:
+        p.packed.size = 0
+    while p.tensor.stages[p.stage] != PUSH:
+        p.stage += 1
+    enter(c, p)
+
+
+cdef inline void check_shares(Core *c, Partition *p) noexcept nogil:
+    """Everybody's share is there: see whether they fit."""
+    cdef Machine *m = c.machine
+    cdef Task *task = p.tensor.current
+    cdef uint32_t other = 0
+    p.share_status = 0
+    if not agree(m, p, &other):
+        refuse(c, p, E_MISMATCH, m.first_rank + m.me, other)
+    elif task.broadcast and task.divisor - m.first_rank < m.size and not present(m, p, task.divisor - m.first_rank):
+        refuse(c, p, E_JOINED, task.divisor, task.divisor)
+    else:
+        p.order = c.next_order
+        c.next_order += 1
+        if heap_push(&c.gpu.reductions, p) != 0:
+            give_up(c, E_MEMORY)
+
+
+cdef inline bint plan_parts(Core *c, Partition *p) noexcept nogil:
+    """Decide who adds and copies what. False if nobody can, which ends the round."""
+    cdef Machine *m = c.machine
+    cdef Task *task = p.tensor.current
+    cdef uint32_t i, sender = task.divisor - m.first_rank       # of a broadcast; wraps if it is on another machine
+    p.gpu.owner = choose_owner(m, p)
+    if p.gpu.owner == NOBODY:
+        refuse(c, p, E_JOINED, m.first_rank, m.first_rank)
+        return False
+    if m.n_groups > 1:
+        p.gpu.coder = NULL                      # the CPU adds the groups' sums, and compresses that
+    p.gpu.reduction = SUM if task.broadcast else reduction_of(m, p)
+    p.gpu.copied = 0
+    if task.broadcast and sender >= m.size:
+        p.source = NULL
+    p.gpu.others = 0
+    for i in range(m.size):
+        p.shares[i].takes_part = p.shares[i].flags != 0
+        p.gpu.others += p.shares[i].takes_part
+        if m.alone:                             # no more words about this round: the next one's may come
+            p.shares[i].flags = 0
+    if m.alone:
+        p.n_shares = 0
+        return True
+    return find_place(c, p)
+
+
+cdef inline Partition *next_due(Core *c) noexcept nogil:
+    cdef Partition *p
+    while c.gpu.gathers.size or c.gpu.reductions.size:
+        p = heap_pop(&c.gpu.gathers if c.gpu.gathers.size else &c.gpu.reductions)
+        if under_way(c, p) and (p.tensor.stages[p.stage] == BROADCAST or plan_parts(c, p)):
+            return p
+    return NULL
+
+
+cdef inline int order_next(Core *c) noexcept nogil:
+    """Tell everybody what to queue next: a group of what is due, results first. Returns how many partitions."""
+    cdef Machine *m = c.machine
+    cdef Partition *p
+    cdef Partition *following
+    cdef uint32_t n = 0
+    cdef int failed = 0
+    p = next_due(c)
+    while p != NULL:
+        describe(c, p, p.tensor.stages[p.stage] == BROADCAST, &c.gpu.orders[n])
+        n += 1
+        following = next_due(c) if n < c.gpu.group else NULL
+        tell_all(m, p, &c.gpu.orders[n - 1], following != NULL, &failed)
+        p = following
+    if failed:
+        give_up(c, E_MEMORY)
+    elif n:
+        carry_out(c, n)
+    return n
+
+
+cdef inline int pump_orders(Core *c) noexcept nogil:
+    """The root's turn. Returns how many partitions went on."""
+    cdef Partition *p
+    cdef int n = 0
+    while c.gpu.unchecked.size:
+        p = heap_pop(&c.gpu.unchecked)
+        n += 1
+        if under_way(c, p):
+            check_shares(c, p)
+    if atomic_load(&c.device.ready):
+        while (c.gpu.gathers.size or c.gpu.reductions.size) and not c.failed:
+            n += order_next(c)
+    return n
+
+
+# ---- everywhere: what has been ordered
+
+cdef inline bint means_this(Core *c, Partition *p, const Post *order) noexcept nogil:
+    """Whether the round that an order is about is under way here."""
+    cdef int wanted
+    if p == NULL or order.flags & STANDS_IN or not under_way(c, p) or not p.on_gpu or p.round != order.round or p.gpu.span != order.nbytes:
+        return False
+    if c.machine.me == c.machine.root:
+        wanted = BROADCAST if order.flags & GATHERS else REDUCE
+    else:
+        wanted = COORDINATE_BROADCAST if order.flags & GATHERS else COORDINATE_REDUCE
+    return p.tensor.stages[p.stage] == wanted
+
+
+cdef inline int end_group(Device *d, int rc) noexcept nogil:
+    """Close what begin_group has opened, whatever has failed in it: the depth is the thread's, which may be the user's. The first error, or 0."""
+    cdef int end = d.end_group(d.self)
+    return rc if rc != 0 else end
+
+
+cdef inline int reduce_parts(Core *c, const Post *o, char *give, char *get) noexcept nogil:
+    """Queue the collective about shares. 0, or an error."""
+    cdef Machine *m = c.machine
+    cdef Device *d = c.device
+    cdef void *stream = d.streams[BETWEEN]
+    cdef uint64_t item = item_bytes(o.dtype), n = o.nbytes // item, each = n // m.group_size, rest = n - each * m.group_size
+    cdef int rc = 0
+    if m.alone and o.flags & IS_BROADCAST:
+        return d.collect(d.self, BROADCAST_FROM, give, get, o.nbytes, 5, 0, o.owner, stream)
+    if o.flags & IS_BROADCAST:
+        return 0                                # its owner copies it down, and that is all
+    if m.alone:
+        return d.collect(d.self, ALL_REDUCE, give, get, n, o.dtype, o.reduction, 0, stream)
+    if o.group_owner != EVERYBODY:
+        return d.collect(d.self, REDUCE_TO, give, get, n, o.dtype, o.reduction, o.group_owner, stream)
+    rc = d.begin_group(d.self)
+    if rc != 0:
+        return rc
+    rc = d.collect(d.self, REDUCE_SCATTER, give, get + (m.me % m.group_size) * each * item, each, o.dtype, o.reduction, 0, stream)
+    if rc == 0 and rest:
+        rc = d.collect(d.self, REDUCE_TO, give + (n - rest) * item, get + (n - rest) * item, rest, o.dtype, o.reduction, m.group_size - 1, stream)
+    return end_group(d, rc)
+
+
+cdef inline int gather_parts_of(Core *c, const Post *o, char *at) noexcept nogil:
+    """Queue the collective about the result, whose parts lie in place. 0, or an error."""
+    cdef Machine *m = c.machine
+    cdef Device *d = c.device
+    cdef void *stream = d.streams[BETWEEN]
+    cdef uint64_t item = item_bytes(o.dtype), n = o.nbytes // item, each = n // m.group_size, rest = n - each * m.group_size
+    cdef uint64_t own = (m.me % m.group_size) * each * item
+    cdef int rc
+    if o.group_owner != EVERYBODY:
+        return d.collect(d.self, BROADCAST_FROM, at, at, o.nbytes, 5, 0, o.group_owner, stream)
+    rc = d.begin_group(d.self)
+    if rc != 0:
+        return rc
+    rc = d.collect(d.self, ALL_GATHER, at + own, at, each * item, 5, 0, 0, stream)
+    if rc == 0 and rest:
+        rc = d.collect(d.self, BROADCAST_FROM, at + (n - rest) * item, at + (n - rest) * item, rest * item, 5, 0, m.group_size - 1, stream)
+    return end_group(d, rc)
+
+
+cdef inline int launch(Core *c, Partition *p, const Post *order) noexcept nogil:
+    """Queue what is ordered, with the partition's memory if there is one. 0, or an error."""
+    cdef Device *d = c.device
+    cdef Task *task = p.tensor.current if p != NULL else NULL
+    cdef char *give = d.zeros
+    cdef char *get = d.waste
+    cdef int rc = 0
+    if order.nbytes == 0:
+        return 0
+    if task != NULL and task.output != NULL:
+        get = task.output + p.offset
+        give = task.input + p.offset if task.input != NULL else get
+    elif order.nbytes > d.most:
+        rc = d.room(d, order.nbytes)
+        give = d.zeros
+        get = d.waste
+    if rc == 0 and task != NULL and not c.gpu.watches and task.ready != NULL and task.recorded != c.gpu.followed:
+        c.gpu.followed = task.recorded
+        rc = d.wait(d.self, d.streams[BETWEEN], task.ready)
+    if order.flags & GATHERS and rc == 0:
+        return gather_parts_of(c, order, get)
+    return reduce_parts(c, order, give, get) if rc == 0 else rc
+
+
+cdef inline int divide_sum(Core *c, Partition *p, const Post *order) noexcept nogil:
+    """The average of integers, of the sum that NCCL has been asked for: after its group, which is queued at its end. 0, or an error."""
+    cdef Device *d = c.device
+    cdef Task *task = p.tensor.current
+    if not c.machine.alone or order.reduction != SUM or task.broadcast or task.divisor <= 1 or order.nbytes == 0:
+        return 0
+    return d.divide(d.self, task.output + p.offset, order.nbytes // item_bytes(order.dtype), order.dtype, task.divisor, d.streams[BETWEEN])
+
+
+cdef inline void take_part(Core *c, Partition *p, const Post *order) noexcept nogil:
+    """The partition's collective has been queued: on to what comes after it."""
+    cdef Machine *m = c.machine
+    cdef OnGpu *g = p.gpu
+    cdef Task *task = p.tensor.current
+    cdef int status
+    if m.me != m.root:
+        advance(c, p)                           # out of COORDINATE_...
+    if not order.flags & GATHERS and not m.alone:
+        g.owner = order.group_owner
+        g.data = task.output + p.offset if task.output != NULL else c.device.waste
+        own_part(m, g, g.span, item_bytes(order.dtype))
+        if order.flags & IS_BROADCAST:
+            g.begin = 0
+            g.length = g.span if order.owner == m.me else 0
+            g.data = task.input + p.offset
+        if m.me != m.root:
+            status = reach(c, p, order)
+            if status != 0:
+                give_up(c, status)
+                return
+        if m.me == m.root and (order.owner != NOBODY or not order.flags & IS_BROADCAST):
+            p.source = g.host                   # there will be something, whoever copies it
+    if (not m.alone or p.tensor.recorded) and mark(c, p, BETWEEN) != 0:     # without servers nothing of ours comes after it
+        give_up(c, E_DEVICE)
+    elif p.tensor.recorded:
+        await_end(c, p, BETWEEN)
+    else:
+        advance(c, p)
+
+
+cdef inline int reach(Core *c, Partition *p, const Post *post) noexcept nogil:
+    """Let our copy engines reach a place in the root's segment. 0, or a status: it cannot be one, or they cannot."""
+    cdef Machine *m = c.machine
+    cdef char *slab = memory_at(m, m.root, post.slab, post.slab_bytes)
+    if slab == NULL or post.slab % SLAB or post.offset < post.slab or post.offset - post.slab + p.gpu.span * m.n_groups > post.slab_bytes:
+        return E_PROTOCOL
+    if not m.pinned[post.slab // SLAB]:
+        if c.device.pin(c.device.self, slab, post.slab_bytes) != 0:
+            return E_DEVICE
+        m.pinned[post.slab // SLAB] = 1
+    p.gpu.host = slab + (post.offset - post.slab)
+    return 0
+
+
+cdef inline int mark_group(Core *c, uint32_t n) noexcept nogil:
+    """Record one end for all tasks that end with this group, the last one's. Each alone would take the driver's lock from who queues the next layer.
+    The last is reaped last, so its event stays what it is for as long as somebody asks for it. 0, or an error."""
+    cdef Task *task
+    cdef void *over = NULL
+    cdef uint32_t i
+    cdef int rc
+    if not c.machine.alone:                     # there is more to do
+        return 0
+    for i in range(n):
+        task = ends_with(c, &c.gpu.orders[i])
+        if task != NULL:
+            over = task.over
+    rc = c.device.record(c.device.self, over, c.device.streams[BETWEEN]) if over != NULL else 0
+    for i in range(n if rc == 0 else 0):
+        task = ends_with(c, &c.gpu.orders[i])
+        if task != NULL:
+            task.over = over
+            task.marked = True
+    return rc
+
+
+cdef inline Task *ends_with(Core *c, const Post *order) noexcept nogil:
+    """The task that ends with an order's collective, if it is under way here. One that is recorded ends when that has been seen to have come."""
+    cdef Task *task = partition_of(c.machine, order.key).tensor.current if order.takes_part else NULL
+    return task if task != NULL and task.handle != NULL and not task.tensor.recorded else NULL
+
+
+cdef inline void carry_out(Core *c, uint32_t n) noexcept nogil:
+    """Queue the first n orders as one group, in their sequence."""
+    cdef Device *d = c.device
+    cdef Partition *p
+    cdef uint32_t i
+    cdef int rc = d.begin_group(d.self) if n > 1 else 0
+    cdef bint grouped = n > 1 and rc == 0
+    for i in range(n):
+        p = partition_of(c.machine, c.gpu.orders[i].key)
+        c.gpu.orders[i].takes_part = means_this(c, p, &c.gpu.orders[i])
+        if rc == 0:
+            rc = launch(c, p if c.gpu.orders[i].takes_part else NULL, &c.gpu.orders[i])
+    if grouped:
+        rc = end_group(d, rc)
+    for i in range(n):
+        if rc == 0 and c.gpu.orders[i].takes_part:
+            rc = divide_sum(c, partition_of(c.machine, c.gpu.orders[i].key), &c.gpu.orders[i])
+    if rc == 0:
+        rc = mark_group(c, n)
+    if rc != 0:
+        give_up(c, E_DEVICE)
+        return
+    for i in range(n):
+        if c.gpu.orders[i].takes_part:
+            take_part(c, partition_of(c.machine, c.gpu.orders[i].key), &c.gpu.orders[i])
+
+
+# ---- what the others say
+
+cdef inline int take_order(Core *c, const Post *order) noexcept nogil:
+    """0, or -1 if it makes no sense."""
+    cdef uint32_t n = c.gpu.n_orders
+    if c.device == NULL or c.gpu.orders == NULL or n == c.gpu.group or not atomic_load(&c.device.ready):
+        return -1
+    c.gpu.orders[n] = order[0]
+    c.gpu.n_orders += 1
+    if not order.flags & MORE:
+        c.gpu.n_orders = 0
+        if not c.failed:
+            carry_out(c, n + 1)
+    return 0
+
+
+cdef inline int take_word(Core *c, const Post *post) noexcept nogil:
+    """At the root: somebody has copied its part. 0, or -1 if it makes no sense."""
+    cdef Partition *p = partition_of(c.machine, post.key)
+    if p == NULL or p.gpu == NULL:
+        return -1
+    if not under_way(c, p) or not p.on_gpu or p.shares[post.owner].round != post.round:
+        return 0                                # failed meanwhile
+    if post.flags & IS_COPIED:
+        p.gpu.copied += 1
+        if p.tensor.stages[p.stage] == COORDINATE_PUSH and p.gpu.copied >= p.gpu.others:
+            advance(c, p)
+    else:
+        p.gpu.loaded += 1
+        if p.tensor.stages[p.stage] == COORDINATE_BROADCAST and p.gpu.loaded >= p.gpu.others:
+            advance(c, p)
+    return 0
+
+
+cdef inline int take_gpu_result(Core *c, Partition *p, const Post *post) noexcept nogil:
+    """Elsewhere: the result is on the host, or the round has failed. 0, or -1 if it makes no sense."""
+    cdef int stage = p.tensor.stages[p.stage], status
+    if post.status < 0:
+        if stage == COORDINATE_REDUCE or stage == COORDINATE_PUSH or stage == COORDINATE_BROADCAST:
+            fail_partition(c, p, post.status, post.detail_a, post.detail_b)
+        else:                                   # it waits for an event
+            p.gpu.doom = post.status
+            p.gpu.doom_a = post.detail_a
+            p.gpu.doom_b = post.detail_b
+        return 0
+    if stage == COORDINATE_REDUCE:
+        return -1
+    status = reach(c, p, post)
+    if status == E_PROTOCOL:
+        return -1
+    if status != 0:
+        give_up(c, status)
+        return 0
+    p.gpu.owner = post.group_owner
+    p.gpu.answered = True
+    if stage == COORDINATE_PUSH:
+        advance(c, p)
+    return 0

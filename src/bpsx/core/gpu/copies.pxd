@@ -1,0 +1,349 @@
+# The stages of a partition on a GPU: they are queued here, and seen to have come. Only the driver calls these; see "GPUs" in ARCHITECTURE.md.
+#
+# Nothing here waits for the GPU. What has been queued on one stream comes in that order, so of each stream only the oldest event is asked for.
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
+
+from bpsx.core.gpu.device cimport BETWEEN, DOWN, N_STREAMS, UP, Device, item_bytes
+from bpsx.core.local.group cimport Machine, post_results, tell_root
+from bpsx.core.codec.state cimport SLACK, adopt_counter, correction, head_of, most_bytes
+from bpsx.core.partition cimport EVERYBODY, OnGpu, Partition, Task
+from bpsx.core.gpu.pinned_pool cimport free_places, take_place
+from bpsx.core.local.ring cimport IS_COPIED, IS_LOADED, Post
+from bpsx.core.codec.pool cimport pool_give, pool_take
+from bpsx.core.queue cimport heap_pop
+from bpsx.core.stage cimport COMPRESS, COPYD2H, COPYH2D, DECOMPRESS, advance, begin, fail_partition, give_up, watch_no_more
+from bpsx.core.state cimport USER_STREAMS, Core
+from bpsx.core.status cimport DONE, E_DEVICE, E_MEMORY, E_PROTOCOL
+
+cdef enum:
+    WORDS = 16                  # bytes of `OnGpu.words`
+
+
+cdef inline bint awaited(Core *c) noexcept nogil:
+    """Whether the GPU is at something whose end has to be seen."""
+    cdef int i
+    for i in range(N_STREAMS):
+        if c.gpu.awaited[i].first != NULL:
+            return True
+    for i in range(USER_STREAMS):
+        if c.gpu.unseen[i].first != NULL:
+            return True
+    return False
+
+
+cdef inline bint under_way(Core *c, Partition *p) noexcept nogil:
+    return p.tensor.status == DONE and p.tensor.current != NULL and not c.failed
+
+
+cdef inline int mark(Core *c, Partition *p, int which) noexcept nogil:
+    """Record the partition's event on a stream: what it has queued there has come with that. 0, or an error."""
+    return c.device.record(c.device.self, p.gpu.queued[which], c.device.streams[which])
+
+
+cdef inline void await_end(Core *c, Partition *p, int which) noexcept nogil:
+    """Have `arrived` called when the partition's event on that stream comes."""
+    p.gpu.next = NULL
+    if c.gpu.awaited[which].first == NULL:
+        c.gpu.awaited[which].first = p
+    else:
+        c.gpu.awaited[which].last.gpu.next = p
+    c.gpu.awaited[which].last = p
+
+
+cdef inline void land(Partition *p) noexcept nogil:
+    """From here on the partition is on the host."""
+    p.target = p.gpu.host
+    if p.source != NULL:
+        p.source = p.gpu.host
+
+
+cdef inline void own_part(Machine *m, OnGpu *g, uint64_t nbytes, uint64_t item) noexcept nogil:
+    """Which bytes of a partition this process's GPU adds up and copies: by `g.owner`."""
+    cdef uint32_t me = m.me % m.group_size
+    if g.owner == EVERYBODY:
+        g.length = nbytes // item // m.group_size * item
+        g.begin = me * g.length
+        if me == m.group_size - 1:
+            g.length = nbytes - g.begin
+    else:
+        g.begin = 0
+        g.length = nbytes if g.owner == me else 0
+
+
+cdef inline uint64_t words_at(Partition *p) noexcept nogil:
+    """Where in its place lie copies of `OnGpu.words`."""
+    return (most_bytes(p.packed) + SLACK + 63) & ~(<uint64_t>63)
+
+
+cdef inline bint find_place(Core *c, Partition *p) noexcept nogil:
+    """Pinned memory for this round. False when there is none, and everything has failed."""
+    cdef OnGpu *g = p.gpu
+    cdef uint64_t nbytes = p.length * (c.machine.n_groups if c.machine != NULL else 1)
+    if g.coder != NULL:
+        nbytes = max(nbytes, words_at(p) + WORDS)
+    g.place = take_place(&c.gpu.places, c.endpoint, c.device, c.machine, nbytes)
+    if g.place == NULL:
+        give_up(c, E_DEVICE if c.device.broken(c.device.self) else E_MEMORY)
+        return False
+    g.host = g.place.host
+    return True
+
+
+cdef inline void arrived(Core *c, Partition *p) noexcept nogil:
+    """What the partition's stage had queued is over."""
+    cdef int stage = p.tensor.stages[p.stage], rc = 0
+    cdef bint tells = c.machine != NULL and c.machine.me != c.machine.root
+    if p.gpu.doom:
+        fail_partition(c, p, p.gpu.doom, p.gpu.doom_a, p.gpu.doom_b)
+        return
+    if stage == COMPRESS:
+        p.packed.size = head_of(p.packed) + (<uint64_t *>(p.gpu.host + words_at(p)))[0]
+    elif stage == DECOMPRESS and (<int32_t *>(p.gpu.host + words_at(p) + 8))[0] != 0:
+        fail_partition(c, p, E_PROTOCOL, c.rank, 0)
+        return
+    if stage == COPYD2H:
+        land(p)
+        if tells:
+            rc = tell_root(c.machine, p, IS_COPIED, 0)
+    elif stage == COPYH2D and tells:
+        rc = tell_root(c.machine, p, IS_LOADED, 0)
+    if rc != 0:
+        give_up(c, E_MEMORY)
+    else:
+        advance(c, p)
+
+
+cdef inline int await_input(Core *c, Partition *p) noexcept nogil:
+    """Have the stream of copies to the host go on when that is there which is to be copied or encoded. 0, or an error.
+
+    The user's own work has been done. With neighbours there is the group's sum to come. Alone there is the round before: it ends when its copy up is
+    queued, and who has not waited for it asks for a sum of what will be there then.
+    """
+    cdef Device *d = c.device
+    cdef int which = UP if c.machine == NULL else BETWEEN
+    return d.wait(d.self, d.streams[DOWN], p.gpu.queued[which])
+
+
+cdef inline void copy_down(Core *c, Partition *p) noexcept nogil:
+    """COPYD2H: this process's part, into the pinned place."""
+    cdef Device *d = c.device
+    cdef OnGpu *g = p.gpu
+    cdef char *to
+    cdef int rc
+    if c.machine == NULL:
+        if g.place == NULL and not find_place(c, p):
+            return
+        g.begin = 0
+        g.length = p.length if p.source != NULL else 0      # a broadcast's receivers push nothing
+        g.data = p.source
+    rc = await_input(c, p)
+    if rc == 0 and g.length and g.coder != NULL:
+        rc = copy_coded_down(c, p)
+    elif rc == 0 and g.length:
+        to = g.host + g.begin
+        if c.machine != NULL and not p.tensor.current.broadcast:
+            to += c.machine.me // c.machine.group_size * p.length
+        rc = d.copy(d.self, to, g.data + g.begin, g.length, d.streams[DOWN])
+    if rc == 0 and g.length:
+        rc = mark(c, p, DOWN)
+    if rc == 0 and g.length and g.data == d.waste:      # the root's, who has joined: nothing may come there before this has been copied
+        rc = d.wait(d.self, d.streams[BETWEEN], g.queued[DOWN])
+    if rc != 0:
+        give_up(c, E_DEVICE)
+    elif g.length:
+        await_end(c, p, DOWN)
+    else:
+        arrived(c, p)
+
+
+cdef inline int copy_coded_down(Core *c, Partition *p) noexcept nogil:
+    """What has been encoded on the GPU, behind the learning rate, if that travels. 0, or an error."""
+    cdef Device *d = c.device
+    cdef OnGpu *g = p.gpu
+    cdef uint64_t head = head_of(p.packed)
+    if p.packed.size > most_bytes(p.packed):
+        return -1
+    if head:
+        memcpy(g.host, &p.tensor.current.rate, sizeof(double))
+    return d.copy(d.self, g.host + head, g.wire, p.packed.size - head, d.streams[DOWN])
+
+
+cdef inline void code(Core *c, Partition *p) noexcept nogil:
+    """COMPRESS and DECOMPRESS on the GPU: what comes before is queued here, and the kernels by the thread that can."""
+    cdef Device *d = c.device
+    cdef OnGpu *g = p.gpu
+    cdef int rc = 0
+    if not p.encodes:
+        adopt_counter(p.packed, <uint8_t *>g.host, p.packed.size)
+        rc = d.fill(d.self, g.words + 8, 0, 4, d.streams[UP])
+    else:
+        if c.machine == NULL:
+            if not find_place(c, p):
+                return
+            g.data = p.source
+        rc = await_input(c, p)
+        p.packed.counter += 1
+        g.counter = p.packed.counter
+        g.factor = correction(p.packed, p.tensor.current.rate)
+    if rc != 0:
+        give_up(c, E_DEVICE)
+    elif pool_give(c.coders, p) != 0:
+        give_up(c, E_MEMORY)
+
+
+cdef inline void coded(Core *c, Partition *p) noexcept nogil:
+    """The kernels have been queued: find out how many bytes they make, or whether there was sense in what they got."""
+    cdef Device *d = c.device
+    cdef OnGpu *g = p.gpu
+    cdef int which = DOWN if p.encodes else UP
+    cdef uint64_t at = 0 if p.encodes else 8
+    cdef int rc
+    if p.encodes and g.size >= 0 and not p.tensor.recorded:
+        p.packed.size = head_of(p.packed) + g.size
+        advance(c, p)
+        return
+    if p.encodes and g.size >= 0:
+        (<int64_t *>(g.host + words_at(p)))[0] = g.size
+        rc = 0
+    else:
+        rc = d.copy(d.self, g.host + words_at(p) + at, g.words + at, 8 - at // 2, d.streams[which])
+    if rc == 0:
+        rc = mark(c, p, which)
+    if rc != 0:
+        give_up(c, E_DEVICE)
+    else:
+        await_end(c, p, which)
+
+
+cdef inline int pump_coders(Core *c) noexcept nogil:
+    """Take back what the thread that queues kernels has been given. Returns how many partitions."""
+    cdef Partition *p = pool_take(c.coders)
+    cdef Partition *following
+    cdef int n = 0
+    while p != NULL:
+        following = p.next_done
+        if under_way(c, p):
+            coded(c, p)
+        p = following
+        n += 1
+    return n
+
+
+cdef inline void copy_up(Core *c, Partition *p) noexcept nogil:
+    """COPYH2D: this process's part, from the pinned place into the output."""
+    cdef Device *d = c.device
+    cdef OnGpu *g = p.gpu
+    cdef Task *task = p.tensor.current
+    cdef int rc = 0
+    if c.machine == NULL:
+        g.length = p.length
+    else:
+        own_part(c.machine, g, p.length, item_bytes(p.tensor.dtype))
+        if c.machine.me == c.machine.root:
+            g.loaded = 0
+            p.result_owner = c.machine.me
+            p.result_offset = g.place.offset
+            rc = -post_results(c.machine, p, 0, 0, 0)
+    if rc == 0 and g.coder != NULL and g.length:
+        rc = d.copy(d.self, g.wire, g.host, p.packed.size, d.streams[UP])
+    elif rc == 0 and g.length and task.output != NULL:
+        rc = d.copy(d.self, task.output + p.offset + g.begin, g.host + g.begin, g.length, d.streams[UP])
+    if rc == 0 and c.machine == NULL:
+        rc = d.record(d.self, g.place.up, d.streams[UP])
+        g.place.used = True
+    if rc == 0:
+        rc = mark(c, p, UP)
+    if rc != 0:
+        give_up(c, E_DEVICE)
+    elif p.tensor.recorded or c.machine != NULL and g.length:
+        await_end(c, p, UP)
+    else:
+        arrived(c, p)
+
+
+cdef inline int look_at_user(Core *c) noexcept nogil:
+    """Begin tasks whose input the GPU has made. Of those of one stream only the oldest is asked for, and once. Returns how many."""
+    cdef Task *task
+    cdef Task *following
+    cdef Task *waits                        # the last that has not been made yet
+    cdef uint64_t come = 0                  # what has been seen last
+    cdef int i, rc, n = 0
+    for i in range(USER_STREAMS):
+        task = c.gpu.unseen[i].first
+        waits = NULL
+        while task != NULL and not c.failed:
+            following = task.next_unseen
+            rc = 0
+            if task.recorded == come:
+                rc = 1
+            elif waits == NULL or waits.stream != task.stream:
+                rc = c.device.query(c.device.self, task.ready)
+            if rc == 0:
+                waits = task
+            elif rc < 0:
+                give_up(c, E_DEVICE)
+            else:
+                n += 1
+                come = task.recorded
+                watch_no_more(c, task)
+                begin(c, task)
+                following = c.gpu.unseen[i].first if waits == NULL else waits.next_unseen       # that may have started others
+            task = following
+    return n
+
+
+cdef inline int pump_gpu(Core *c) noexcept nogil:
+    """Queue what is due, most urgent first, and see what has come. Returns how many partitions."""
+    cdef Partition *p
+    cdef int i, rc, stage, n = look_at_user(c)
+    if c.coders != NULL:
+        n += pump_coders(c)
+    while c.gpu.work.size:
+        p = heap_pop(&c.gpu.work)
+        n += 1
+        if not under_way(c, p):
+            continue
+        stage = p.tensor.stages[p.stage]
+        if stage == COPYD2H:
+            copy_down(c, p)
+        elif stage == COPYH2D:
+            copy_up(c, p)
+        else:
+            code(c, p)
+    for i in range(N_STREAMS):
+        while c.gpu.awaited[i].first != NULL and not c.failed:
+            p = c.gpu.awaited[i].first
+            rc = c.device.query(c.device.self, p.gpu.queued[i])
+            if rc == 0:
+                break
+            n += 1
+            c.gpu.awaited[i].first = p.gpu.next
+            if rc < 0:
+                give_up(c, E_DEVICE)
+            elif under_way(c, p):
+                arrived(c, p)
+    return n
+
+
+cdef inline int prepare_gpu(Core *c, Device *d, uint32_t group) except -1:
+    """Before the first task on it. Raises MemoryError."""
+    c.gpu.group = group
+    c.gpu.watches = c.machine == NULL or not c.machine.alone
+    c.gpu.entered = -1
+    c.gpu.orders = <Post *>calloc(group, sizeof(Post))
+    if c.gpu.orders == NULL:
+        raise MemoryError("no memory for NCCL's orders")
+    c.device = d
+    return 0
+
+
+cdef inline void forget_gpu(Core *c) noexcept nogil:
+    """When nobody drives any more. Its context may be gone: events are, then."""
+    free_places(&c.gpu.places, NULL)
+    free(c.gpu.work.heap)
+    free(c.gpu.unchecked.heap)
+    free(c.gpu.gathers.heap)
+    free(c.gpu.reductions.heap)
+    free(c.gpu.orders)

@@ -1,0 +1,120 @@
+# Pinned memory for partitions of tensors on a GPU: places of some sizes, given out and taken back. Only the driver calls these.
+#
+# What is under way at once bounds what is pinned; a model's weights, broadcast once, leave nothing behind but places for its gradients.
+from libc.stdint cimport uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+
+from bpsx.core.gpu.device cimport Device
+from bpsx.core.local.group cimport PAGE, Machine
+from bpsx.core.partition cimport Place
+from bpsx.transports.abi cimport Endpoint
+
+cdef enum:
+    SMALLEST = 8                # log2 of the bytes of the smallest place
+    STEPPED = 14                # from here on there are four sizes between powers of two
+    N_KINDS = 160
+    SLAB = 32 << 20             # bytes that are taken at once
+
+cdef struct Places:
+    Place *unused[N_KINDS]      # by size, in the order in which they were given back
+    Place *latest[N_KINDS]      # the last of those
+    Place *made                 # all, the latest first
+    char *slab                  # the memory that was taken last,
+    uint64_t slab_offset        # ... where it is in the segment, if it is there,
+    uint64_t slab_bytes         # ... its size
+    uint64_t given              # ... and how much of it has been given out
+
+
+cdef inline uint64_t bytes_of(uint32_t kind) noexcept nogil:
+    """How large places of a kind are. From a page on they are whole pages."""
+    cdef uint32_t steps
+    if kind <= STEPPED - SMALLEST:
+        return <uint64_t>1 << (SMALLEST + kind)
+    steps = kind - (STEPPED - SMALLEST)
+    return (<uint64_t>4 + steps % 4) << (STEPPED - 2 + steps // 4)
+
+
+cdef inline uint32_t kind_for(uint64_t nbytes) noexcept nogil:
+    """The smallest kind with room for so many bytes."""
+    cdef uint32_t kind = 0
+    while kind < N_KINDS - 1 and bytes_of(kind) < nbytes:
+        kind += 1
+    return kind
+
+
+cdef inline bint take_slab(Places *all, Endpoint *network, Device *d, Machine *m, uint64_t nbytes) noexcept nogil:
+    """More memory: the device's, or, with neighbours, of the own segment, where they can reach it; the network may read and write there. False when there is
+    none."""
+    cdef uint64_t at
+    all.given = all.slab_bytes = 0
+    nbytes = (nbytes + SLAB - 1) // SLAB * SLAB
+    if m == NULL:
+        all.slab = <char *>d.host_memory(d.self, nbytes)
+        if all.slab == NULL:
+            return False
+    else:
+        at = (m.used + SLAB - 1) // SLAB * SLAB
+        if at + nbytes > m.all[m.me].nbytes:
+            return False
+        all.slab = <char *>m.all[m.me].segment + at
+        if d.pin(d.self, all.slab, nbytes) != 0:
+            return False
+        all.slab_offset = at
+        m.used = at + nbytes
+    all.slab_bytes = nbytes
+    if network.lend != NULL:
+        network.lend(network.self, <uint32_t>-1, all.slab, nbytes)
+    return True
+
+
+cdef inline Place *take_place(Places *all, Endpoint *network, Device *d, Machine *m, uint64_t nbytes) noexcept nogil:
+    """Room for so many bytes; NULL when there is no memory."""
+    cdef uint32_t kind = kind_for(nbytes)
+    cdef uint64_t size = bytes_of(kind), gap
+    cdef Place *place = all.unused[kind]
+    # What it was used for may still be on its way up: nobody may write there before, not even the host. Of others of its size that is later.
+    if place != NULL and not (place.used and d.query(d.self, place.up) == 0):
+        all.unused[kind] = place.next
+        place.used = False
+        return place
+    gap = -all.given % min(size, <uint64_t>PAGE)
+    if all.given + gap + size > all.slab_bytes:
+        if not take_slab(all, network, d, m, size):
+            return NULL
+        gap = 0
+    place = <Place *>calloc(1, sizeof(Place))
+    if place == NULL:
+        return NULL
+    place.up = d.new_event(d.self)
+    if place.up == NULL:
+        free(place)
+        return NULL
+    place.kind = kind
+    place.next_made = all.made
+    all.made = place
+    place.host = all.slab + all.given + gap
+    place.offset = all.slab_offset + all.given + gap
+    place.slab = all.slab_offset
+    place.slab_bytes = all.slab_bytes
+    all.given += gap + size
+    return place
+
+
+cdef inline void give_place(Places *all, Place *place) noexcept nogil:
+    place.next = NULL
+    if all.unused[place.kind] == NULL:
+        all.unused[place.kind] = place
+    else:
+        all.latest[place.kind].next = place
+    all.latest[place.kind] = place
+
+
+cdef inline void free_places(Places *all, Device *d) noexcept nogil:
+    """In the GPU's context, or with NULL when that is gone."""
+    cdef Place *place
+    while all.made != NULL:
+        place = all.made
+        all.made = place.next_made
+        if d != NULL:
+            d.drop_event(d.self, place.up)
+        free(place)

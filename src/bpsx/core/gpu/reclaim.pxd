@@ -1,0 +1,84 @@
+# Tasks that have ended: who goes on after them, and when nobody uses their memory any more. With the GIL: one thread at a time.
+from libc.stdint cimport uint64_t
+
+from bpsx.core.gpu.device cimport N_STREAMS
+from bpsx.core.partition cimport Task
+from bpsx.core.state cimport Core
+from bpsx.system.sync cimport atomic_load, lock, unlock
+
+
+cdef inline Task *take_reaped(Core *c) noexcept nogil:
+    """Those whose memory nobody uses: a list by `next`."""
+    cdef Task *task
+    cdef Task *following
+    cdef Task *kept = NULL
+    cdef Task *found = NULL
+    lock(&c.monitor)
+    task = c.reap_first
+    c.reap_first = NULL
+    while task != NULL:
+        following = task.next
+        if atomic_load(&task.wire):
+            task.next = kept
+            kept = task
+        else:
+            task.next = found
+            found = task
+        task = following
+    c.reap_first = kept
+    unlock(&c.monitor)
+    return take_reaped_of_gpu(c, found) if c.reap_on_gpu != NULL else found
+
+
+cdef inline Task *take_reaped_of_gpu(Core *c, Task *found) noexcept nogil:
+    """The same of those on a GPU, which ends them in their order: so only the oldest is asked for, and once for a group."""
+    cdef Task *task = c.reap_on_gpu
+    cdef void *come = NULL
+    cdef int token = c.device.enter(c.device.self)
+    while task != NULL and not atomic_load(&task.wire) and (token < 0 or task.over == come or c.device.query(c.device.self, task.over) != 0):
+        come = task.over
+        task.come = True
+        lock(&c.monitor)
+        c.reap_on_gpu = task.next
+        unlock(&c.monitor)
+        task.next = found
+        found = task
+        task = c.reap_on_gpu
+    if token >= 0:
+        c.device.leave(c.device.self, token)
+    return found
+
+
+cdef inline int unreaped(Core *c) noexcept nogil:
+    """How many there are."""
+    cdef Task *task
+    cdef int n = 0
+    lock(&c.monitor)
+    task = c.reap_first
+    while task != NULL:
+        n += 1
+        task = task.next
+    task = c.reap_on_gpu
+    while task != NULL:
+        n += 1
+        task = task.next
+    unlock(&c.monitor)
+    return n
+
+
+cdef inline bint met(Core *c, Task *task, uint64_t by) noexcept nogil:
+    """Whether a user's stream goes on after the end of a task on a GPU, or of another that was queued on the same stream of ours later. ``by``:
+    its number, 0 if it has none that is its own."""
+    return by != 0 and c.met_by == by and task.ended != 0 and task.ended <= c.met[task.tensor.last_stream]
+
+
+cdef inline void now_met(Core *c, Task *task, uint64_t by) noexcept nogil:
+    """It does from now on."""
+    cdef int i
+    if by == 0 or task.ended == 0:
+        return
+    if c.met_by != by:
+        c.met_by = by
+        for i in range(N_STREAMS):
+            c.met[i] = 0
+    c.met[task.tensor.last_stream] = max(c.met[task.tensor.last_stream], task.ended)

@@ -1,0 +1,262 @@
+# The processes of one machine, as one of them sees the others. Owned by `local/_machine.pyx`; the driver's alone while the core runs.
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, realloc
+from libc.string cimport memset
+
+from bpsx.core.partition cimport Lane, Partition, Task, Tensor
+from bpsx.core.local.ring cimport IS_BROADCAST, IS_RESULT, ON_GPU, Post, Segment, ring_empty, ring_put, ring_take
+from bpsx.system.sync cimport atomic_load, atomic_store
+from bpsx.kernels.abi cimport Kernels
+
+cdef extern from "<unistd.h>" nogil:
+    ssize_t write(int fd, const void *buf, size_t count)
+
+cdef enum:
+    N_DTYPES = 32
+    PART_BITS = 20              # a key is the tensor's number times 2^PART_BITS plus the partition's, see placement.py
+    MOST_TENSORS = 1 << 24
+    PAGE = 4096
+    MOST_ROOTS = 64
+
+cdef struct Posts:              # a queue in private memory
+    Post *items
+    uint32_t size
+    uint32_t capacity
+
+cdef struct Neighbour:
+    Segment *segment            # mapped here
+    uint64_t nbytes             # of the segment
+    int wake_fd                 # an eventfd that ends its driver's sleep
+    bint dirty                  # has been posted something since it was last woken
+    Posts overflow              # what its ring had no room for
+    int64_t gone                # it has left the job in good order; set by any thread
+    bint noticed                # ... and the driver knows
+    int64_t joined              # it has called join(), and not all have; set by any thread
+
+cdef struct Machine:
+    uint32_t size               # processes of this machine
+    uint32_t me                 # local rank
+    uint32_t first_rank         # of the workers on this machine
+    uint32_t root               # local rank of the one that speaks to the servers
+    bint alone                  # there are no servers: the root's sum is the result
+    bint collects               # this process's GPU may be needed by the others
+    uint32_t group_size         # GPUs that reduce together: of a PCIe switch, or all
+    uint32_t n_groups
+    uint32_t n_roots            # of a group: to whom partitions are reduced by turns; 0: each copies a part of it
+    uint32_t roots[MOST_ROOTS]
+    uint8_t *pinned             # which slabs of the root's segment our copy engines reach, by number
+    Neighbour *all              # by local rank, this process included
+    uint64_t used               # bytes of this process's segment that are taken
+    Posts early                 # shares of tensors that the root does not know yet
+    Tensor **tensors            # by number, as in the keys
+    uint32_t n_tensors
+    Lane work                   # partitions that have to be copied or summed, most urgent first
+    bint somebody_gone
+    int64_t joined_news         # a `joined` has been set
+    char **parts                # room for as many addresses as there are processes
+    Kernels kernels[N_DTYPES]   # by dtype code; `add` is NULL until loaded
+    bint (*load)(void *owner, int dtype) noexcept nogil
+    void *owner
+
+
+cdef inline int queue_post(Posts *q, const Post *post) noexcept nogil:
+    """0, or -1 when there is no memory."""
+    cdef uint32_t wanted
+    cdef Post *grown
+    if q.size == q.capacity:
+        wanted = q.capacity * 2 if q.capacity else 64
+        grown = <Post *>realloc(q.items, wanted * sizeof(Post))
+        if grown == NULL:
+            return -1
+        q.items = grown
+        q.capacity = wanted
+    q.items[q.size] = post[0]
+    q.size += 1
+    return 0
+
+
+cdef inline int send_post(Machine *m, uint32_t to, const Post *post) noexcept nogil:
+    """Tell a neighbour, in order; it is woken by `ring_bells`. 0, or -1 when there is no memory."""
+    cdef Neighbour *n = &m.all[to]
+    if atomic_load(&n.gone):
+        return 0                            # it reads no more
+    n.dirty = True
+    if n.overflow.size == 0 and ring_put(&n.segment.rings[m.me], post):
+        return 0
+    return queue_post(&n.overflow, post)
+
+
+cdef inline bint ring_bells(Machine *m) noexcept nogil:
+    """Wake whoever sleeps and has been told something; True if something could not be told yet for want of room."""
+    cdef uint32_t i, sent
+    cdef uint64_t one = 1
+    cdef bint left = False
+    cdef Neighbour *n
+    for i in range(m.size):
+        n = &m.all[i]
+        if not n.dirty:
+            continue
+        sent = 0
+        if atomic_load(&n.gone):
+            n.overflow.size = 0
+        while sent < n.overflow.size and ring_put(&n.segment.rings[m.me], &n.overflow.items[sent]):
+            sent += 1
+        shift(&n.overflow, sent)
+        n.dirty = n.overflow.size > 0
+        left = left or n.dirty
+        if atomic_load(&n.segment.parked):
+            write(n.wake_fd, &one, sizeof(one))
+    return left
+
+
+cdef inline void shift(Posts *q, uint32_t n) noexcept nogil:
+    """Drop the first n."""
+    cdef uint32_t i
+    if n == 0:
+        return
+    for i in range(q.size - n):
+        q.items[i] = q.items[i + n]
+    q.size -= n
+
+
+cdef inline bint next_post(Machine *m, Post *post, uint32_t *sender) noexcept nogil:
+    """What a neighbour has told us, if anything."""
+    cdef uint32_t i
+    for i in range(m.size):
+        if i != m.me and ring_take(&m.all[m.me].segment.rings[i], post):
+            sender[0] = i
+            return True
+    return False
+
+
+cdef inline bint fall_asleep(Machine *m) noexcept nogil:
+    """Say that our driver sleeps from now on. False, and taken back, if there is something to do after all."""
+    cdef uint32_t i
+    cdef Segment *own = m.all[m.me].segment
+    atomic_store(&own.parked, 1)
+    for i in range(m.size):
+        if not ring_empty(&own.rings[i]):
+            atomic_store(&own.parked, 0)
+            return False
+    return True
+
+
+cdef inline void stay_awake(Machine *m) noexcept nogil:
+    atomic_store(&m.all[m.me].segment.parked, 0)
+
+
+cdef inline char *memory_at(Machine *m, uint32_t owner, uint64_t offset, uint64_t length) noexcept nogil:
+    """Where a neighbour's bytes are mapped here, or NULL if it cannot be."""
+    if owner >= m.size or offset > m.all[owner].nbytes or length > m.all[owner].nbytes - offset:
+        return NULL
+    return <char *>m.all[owner].segment + offset
+
+
+cdef inline Partition *partition_of(Machine *m, uint64_t key) noexcept nogil:
+    """The partition with this key, or NULL if this process has none (yet)."""
+    cdef uint64_t number = key >> PART_BITS
+    cdef uint64_t part = key & ((<uint64_t>1 << PART_BITS) - 1)
+    if number >= m.n_tensors or m.tensors[number] == NULL or part >= m.tensors[number].n_parts:
+        return NULL
+    return &m.tensors[number].parts[part]
+
+
+cdef inline int know_tensor(Machine *m, Tensor *tensor) noexcept nogil:
+    """Prepare a new tensor for exchange on this machine. 0, or -1 when there is no memory."""
+    cdef uint32_t i, wanted
+    cdef uint64_t number = tensor.parts[0].key >> PART_BITS, nbytes = 0
+    cdef Tensor **grown
+    if number >= MOST_TENSORS:
+        return -1
+    if number >= m.n_tensors:
+        wanted = max(<uint32_t>number + 1, m.n_tensors * 2)
+        grown = <Tensor **>realloc(m.tensors, wanted * sizeof(Tensor *))
+        if grown == NULL:
+            return -1
+        memset(grown + m.n_tensors, 0, (wanted - m.n_tensors) * sizeof(Tensor *))
+        m.tensors = grown
+        m.n_tensors = wanted
+    for i in range(tensor.n_parts):
+        nbytes += tensor.parts[i].length
+        if m.me == m.root:
+            tensor.parts[i].shares = <Post *>calloc(m.size, sizeof(Post))
+            if tensor.parts[i].shares == NULL:
+                return -1
+    if m.me != m.root:
+        nbytes = (nbytes + PAGE - 1) // PAGE * PAGE
+        # Address space for two: see `share_side`. Memory is taken as it is written.
+        tensor.share_span = nbytes
+        if nbytes + tensor.share_span > m.all[m.me].nbytes - m.used:
+            return -1
+        tensor.share_offset = m.used
+        m.used += nbytes + tensor.share_span
+    m.tensors[number] = tensor
+    return 0
+
+
+cdef inline int post_results(Machine *m, Partition *p, int status, uint32_t a, uint32_t b) noexcept nogil:
+    """At the root: tell all who have given their share of this round how it ended. 0, or -1 when there is no memory."""
+    cdef Post post
+    cdef uint32_t i
+    cdef int failed = 0
+    memset(&post, 0, sizeof(Post))
+    post.key = p.key
+    post.flags = IS_RESULT
+    post.owner = p.result_owner
+    post.offset = p.result_offset
+    post.status = status
+    post.detail_a = a
+    post.detail_b = b
+    if p.on_gpu:
+        post.group_owner = p.gpu.owner
+        if p.gpu.place != NULL:
+            post.slab = p.gpu.place.slab
+            post.slab_bytes = p.gpu.place.slab_bytes
+    for i in range(m.size):
+        if p.shares[i].flags:
+            post.round = p.shares[i].round
+            failed |= send_post(m, i, &post)
+            p.shares[i].flags = 0
+    p.n_shares = 0
+    return failed
+
+
+cdef inline bint agree(Machine *m, Partition *p, uint32_t *who) noexcept nogil:
+    """At the root: whether everybody asks for the operation that the root asks for, in the same kind of memory."""
+    cdef Task *task = p.tensor.current
+    cdef uint32_t i, flags
+    for i in range(m.size):
+        flags = p.shares[i].flags
+        if flags and (p.shares[i].divisor != task.divisor or ((flags & IS_BROADCAST) != 0) != task.broadcast or
+                      ((flags & ON_GPU) != 0) != task.on_gpu):
+            who[0] = m.first_rank + i
+            return False
+    return True
+
+
+cdef inline bint everybody_in(Machine *m, Partition *p) noexcept nogil:
+    """At the root: whether all who will have given their share of this round."""
+    cdef uint32_t i
+    if p.n_shares + 1 == m.size:
+        return True
+    for i in range(m.size):
+        if i != m.me and not p.shares[i].flags and not atomic_load(&m.all[i].joined):
+            return False
+    return True
+
+
+cdef inline bint hosts(Machine *m) noexcept nogil:
+    """Whether this process has to work although nothing of its own is under way: it has joined, and is the root or has a GPU that others need."""
+    return m != NULL and (m.me == m.root or m.collects) and atomic_load(&m.all[m.me].joined)
+
+
+cdef inline int tell_root(Machine *m, Partition *p, uint32_t kind, uint32_t divisor) noexcept nogil:
+    """Post something about a partition on the GPU. 0, or -1 when there is no memory."""
+    cdef Post post
+    memset(&post, 0, sizeof(Post))
+    post.key = p.key
+    post.owner = m.me
+    post.round = p.round
+    post.flags = kind
+    post.divisor = divisor
+    return send_post(m, m.root, &post)

@@ -1,0 +1,1 @@
+"""What the core writes down about itself."""

@@ -1,0 +1,1 @@
+"""Roles on other hosts, over ssh."""

@@ -1,0 +1,151 @@
+"""``python -m bpsx.launch.ssh.agent``: the far end of an ssh. Runs one process as its input says, until that ends or the input does.
+
+The input ends with the connection, and so does the process then: nothing outlives a launcher that was killed or a cable that was pulled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from bpsx.config import child_environment, runtime_dir
+from bpsx.launch.local import Child, Ending, signals
+from bpsx.launch.roles import cannot_run, child_setup, heeded
+
+_LOOK = 0.02
+
+
+class Runner:
+    """Runs the process that ``request`` describes. ``say`` tells the other end."""
+
+    def __init__(self, request: dict[str, Any], say: Callable[[str], None]) -> None:
+        self._request = request
+        self._say = say
+        self._child: Child | None = None
+        self._ending = Ending(0, float(request["kill_after"]))
+        self._rest = b""
+        self._input_open = True
+
+    def run(self) -> int:
+        """Returns the exit status of the process, 128 + n if signal n ended it."""
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        with signals(self._on_signal) as wake, tempfile.TemporaryDirectory(prefix="bpsx-run-", dir=runtime_dir()) as folder:
+            file = Path(folder, "port") if self._request["find_port"] else None
+            try:
+                self._start(file, mask)
+            except OSError as error:
+                environment = child_environment(**self._request["environment"])
+                text, status = cannot_run(self._request["command"], error, environment)
+                return self._over(text, status)
+            assert self._child
+            try:
+                while self._child.status is None:
+                    file = self._step(wake, file)
+                self._say(f"ended {self._child.status} {int(self._child.killed)}")
+            finally:
+                self._child.send(signal.SIGKILL)  # and what it has left behind
+                self._child.process.wait()
+        return int(self._child.status)
+
+    def _start(self, file: Path | None, mask: set[int]) -> None:
+        environment = child_environment(**self._request["environment"])
+        if first := self._request["path"]:
+            environment["PATH"] = os.pathsep.join([first, *filter(None, [environment.get("PATH")])])
+        if file:
+            environment["BPSX_PORT_FILE"] = str(file)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, heeded())
+        try:
+            process = subprocess.Popen(self._request["command"], env=environment, stdin=subprocess.DEVNULL, start_new_session=True,
+                                       cwd=self._request["directory"] or None, preexec_fn=child_setup(mask))
+            self._child = Child("", "", process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _over(self, text: str, status: int) -> int:
+        print(f"bpsx-run: error: {text}", file=sys.stderr, flush=True)
+        self._say(f"ended {status} 0")
+        return status
+
+    def _step(self, wake: int, file: Path | None) -> Path | None:
+        """Wait for anything. Returns ``file`` while the port is still to be told."""
+        assert self._child
+        poll = select.poll()
+        poll.register(wake, select.POLLIN)
+        if self._input_open:
+            poll.register(0, select.POLLIN)
+        due = self._ending.due
+        waits = [_LOOK if file else None, None if due is None else max(0.0, due - time.monotonic())]
+        timeout = min((w for w in waits if w is not None), default=None)
+        for descriptor, _ in poll.poll(None if timeout is None else int(timeout * 1000) + 1):
+            self._read(descriptor)
+        self._child.look()
+        number = self._ending.take(time.monotonic())
+        if number == signal.SIGTERM:
+            self._pass_on(number)
+        elif number is not None:
+            self._child.send(number)
+        if file and file.exists():
+            self._say(f"port {int(file.read_text())}")
+            return None
+        return file
+
+    def _read(self, descriptor: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(descriptor, 4096)
+            if descriptor != 0:
+                return
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                if line.isdigit():
+                    self._pass_on(int(line))
+            if not data:
+                self._input_open = False
+                self._ending.begin(time.monotonic())
+
+    def _pass_on(self, number: int) -> None:
+        """To the process alone: it is a bpsx-run, which passes signals on itself. Twice would abort its command's cleaning up."""
+        if self._child:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._child.process.pid, number)  # not reaped yet, so it is the one
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self._pass_on(number)
+
+
+def main() -> int:
+    """Read the request and run it. Returns the exit status."""
+    line = b""
+    while not line.endswith(b"\n"):  # unbuffered: what follows is for the poll
+        data = os.read(0, 1)
+        if not data:
+            return 1
+        line += data
+    request = json.loads(line)
+    marker = str(request["marker"])
+
+    def say(text: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(1, f"{marker}{text}\n".encode())
+
+    say("up")
+    directory = request["directory"]
+    if directory and not os.path.isdir(directory):
+        print(f"bpsx-run: error: {os.uname().nodename} has no folder {directory}; name one with --directory", file=sys.stderr, flush=True)
+        say("ended 2 0")
+        return 2
+    return Runner(request, say).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""What a Trainer's optimizer remembers from step to step, made the same on all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+
+from bpsx.mxnet.names import name_of
+from bpsx.mxnet.ops import overwrite, submit
+from bpsx.mxnet.weight_decay import DecayMomentum
+
+_OVERVIEW, _STATE, _DECAY = "Overview of states of ", "State.", "Momentum of decay."
+
+
+def share(parameters: Sequence[Any], optimizer: Any, updaters: Sequence[Any], decay: DecayMomentum, root: int) -> None:
+    """Give this worker's optimizer what worker ``root``'s remembers: counts of updates, states, and the momentum of weight decay.
+
+    ``updaters``: the optimizer's, for each device. Waits for the overview of what there is. All workers call it at the same place.
+    """
+    if not parameters:
+        return
+    counts = optimizer._index_update_count
+    rows = [[counts.get(i, -1), i in updaters[0].states, i in decay.kept] for i in range(len(parameters))]
+    overview = mx.nd.array([optimizer.num_update, *np.ravel(rows)], dtype="int64", ctx=mx.cpu())
+    submit(overview, _OVERVIEW + name_of(parameters[0]), root=root)
+    said = overview.asnumpy()
+    optimizer.num_update = int(said[0])
+    for i, (parameter, (count, has_state, has_decay)) in enumerate(zip(parameters, said[1:].reshape(-1, 3), strict=True)):
+        for device in range(len(updaters)):
+            of_device = optimizer._all_index_update_counts.setdefault(device, {})
+            of_device.pop(i, None)
+            if count >= 0:
+                of_device[i] = int(count)
+        _share_state(i, parameter, updaters, bool(has_state), root)
+        decay.expect(i, parameter, bool(has_decay))
+        if has_decay:
+            overwrite(decay.kept[i], _DECAY + name_of(parameter), root=root)
+
+
+def _share_state(i: int, parameter: Any, updaters: Sequence[Any], there: bool, root: int) -> None:
+    for updater, weight in zip(updaters, parameter.list_data() if there else updaters, strict=True):
+        if not there:
+            updater.states.pop(i, None)
+        elif i not in updater.states:
+            updater.states[i] = updater.optimizer.create_state_multi_precision(i, weight)
+            updater.states_synced[i] = True
+    if there:
+        for number, copies in enumerate(zip(*(_arrays(updater.states[i]) for updater in updaters), strict=True)):
+            overwrite(copies, f"{_STATE}{number}.{name_of(parameter)}", root=root)
+
+
+def _arrays(state: Any) -> Iterator[Any]:
+    """Those that a state is made of."""
+    if isinstance(state, mx.nd.NDArray):
+        yield state
+    elif isinstance(state, (list, tuple)):
+        for part in state:
+            yield from _arrays(part)

@@ -1,0 +1,1 @@
+"""Pure decisions: partitions, places, order of stages."""

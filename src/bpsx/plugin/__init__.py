@@ -1,0 +1,1 @@
+"""What plugins of frameworks share, and all that they may use."""

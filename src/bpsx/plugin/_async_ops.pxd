@@ -1,0 +1,22 @@
+# What plugins for frameworks with an engine of their own see of _async_ops.pyx.
+from libc.stdint cimport int64_t
+
+from bpsx.plugin.async_op cimport Call, Waste
+
+
+cdef bint python_ends() noexcept nogil
+cdef void submit(Call *call) noexcept nogil
+cdef void end_call(Call *call) noexcept nogil
+cdef void throw_away(Waste *waste) noexcept nogil
+
+cdef class Kept:
+    cdef void *what
+    cdef void (*free)(void *what) noexcept nogil
+
+cdef object keep(void *what, void (*free)(void *what) noexcept nogil)
+
+cdef class Plan:
+    cdef list names, priorities
+    cdef bint average
+    cdef int64_t root
+    cdef dict dtypes

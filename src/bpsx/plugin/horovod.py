@@ -1,0 +1,301 @@
+"""Horovod's vocabulary that no framework owns: reductions, process sets, timelines, refusals.
+
+The modules ``bpsx.torch.horovod`` and ``bpsx.tensorflow.horovod`` are built on it.
+"""
+
+from __future__ import annotations
+
+import enum
+import numbers
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from bpsx.api import verbs
+from bpsx.errors import ConfigError
+from bpsx.plugin import adapter
+from bpsx.system.tracebacks import warn
+
+#: Where :func:`stop_timeline` copies worker 0's timeline.
+_timeline = ""
+
+
+class ReduceOp(enum.IntEnum):
+    """How tensors of several workers become one; Horovod's numbers."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+
+
+#: The reductions that servers compute. For the others every worker gathers all tensors.
+_ADDING = (ReduceOp.Average, ReduceOp.Sum)
+
+
+class How(NamedTuple):
+    """The arguments of a reduction, checked."""
+
+    verb: str
+    op: ReduceOp
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+    @property
+    def here(self) -> bool:
+        """Whether every worker gathers all tensors and reduces them itself."""
+        return self.op not in _ADDING
+
+
+def checked_op(verb: str, op: Any, average: Any = None) -> ReduceOp:
+    """``op``, or what the deprecated ``average`` means.
+
+    Raises :class:`ConfigError`.
+    """
+    if average is not None:
+        if op is not None:
+            raise ConfigError(f"{verb}: op and average are both given; leave average out")
+        adapter.check_flag(average, "average", verb)
+        warn(f"{verb}: average is deprecated; give op=hvd.Average or op=hvd.Sum", DeprecationWarning)
+        return ReduceOp.Average if average else ReduceOp.Sum
+    try:
+        known = ReduceOp.Average if op is None else ReduceOp(op)
+    except ValueError:
+        allowed = ", ".join(f"hvd.{o.name}" for o in ReduceOp if o is not ReduceOp.Adasum)
+        raise ConfigError(f"{verb}: op={op!r}; allowed are {allowed}") from None
+    if known is ReduceOp.Adasum:
+        raise ConfigError(f"{verb}: op=hvd.Adasum: summation servers add; use op=hvd.Average, with "
+                          "the learning rate that fits an average")
+    return known
+
+
+def check_adds(verb: str, op: ReduceOp) -> ReduceOp:
+    """``op``, if it is a sum or an average. Raises :class:`ConfigError`."""
+    if op not in _ADDING:
+        raise ConfigError(f"{verb}: op=hvd.{op.name}; allowed are hvd.Average and hvd.Sum")
+    return op
+
+
+def how_to(verb: str, op: ReduceOp, prescale: Any, postscale: Any, instead: str) -> How:
+    """The checked arguments of a reduction. ``instead``: the verb for asynchronous training.
+
+    Raises :class:`ConfigError`.
+    """
+    for argument, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
+        if not isinstance(factor, numbers.Real):
+            raise ConfigError(f"{verb}: {argument} must be a number, not {factor!r}")
+    if adapter.session().config.asynchronous:
+        raise ConfigError(f"{verb}: with BYTEPS_ENABLE_ASYNC=1 servers add to values that they "
+                          f"keep, and a sum over the workers there is not; use {instead}, which "
+                          "says what it does then")
+    return How(verb, op, float(prescale), float(postscale))
+
+
+# ---- process sets
+
+class ProcessSet:
+    """Some of the workers, by rank.
+
+    A sum over summation servers takes all workers, so every verb refuses a set of fewer.
+    """
+
+    def __init__(self, ranks: Sequence[int] | None) -> None:
+        known: list[int] = []
+        if isinstance(ranks, Sequence):
+            known = [r for r in map(adapter.integer, ranks) if r is not None and r >= 0]
+        complete = isinstance(ranks, Sequence) and len(set(known)) == len(ranks)
+        if ranks is not None and not complete:
+            raise ConfigError(f"ProcessSet: ranks={ranks!r}: a list of ranks from 0, each once, is "
+                              "needed, or None for all workers")
+        self.ranks: list[int] | None = None if ranks is None else sorted(known)
+
+    @property
+    def process_set_id(self) -> int | None:
+        """0 for a set of all workers, of which there is one; None for any other set."""
+        everyone = self.ranks is None
+        if not everyone and adapter.initialised():
+            everyone = self.ranks == list(range(verbs.size()))
+        return 0 if everyone else None
+
+    def size(self) -> int:
+        """Number of its workers.
+
+        Raises :class:`~bpsx.errors.NotInitializedError` where that is not known yet.
+        """
+        return verbs.size() if self.ranks is None else len(self.ranks)
+
+    def rank(self) -> int:
+        """This worker's place in it."""
+        return verbs.rank() if self.ranks is None else self.ranks.index(verbs.rank())
+
+    def included(self) -> bool:
+        """Whether this worker is in it."""
+        return self.ranks is None or verbs.rank() in self.ranks
+
+    def __repr__(self) -> str:
+        return "global_process_set" if self.ranks is None else f"ProcessSet({self.ranks})"
+
+
+#: All workers.
+global_process_set = ProcessSet(None)
+
+
+def check_process_set(process_set: Any, argument: str = "process_set", instead: str = "") -> None:
+    """Raise :class:`ConfigError` unless it is all workers. ``instead``: what to use for fewer."""
+    if not isinstance(process_set, ProcessSet):
+        raise ConfigError(f"{argument}={process_set!r}: a ProcessSet is needed, not "
+                          f"{type(process_set).__name__}; leave it out for all workers")
+    if process_set.ranks is not None and process_set.ranks != list(range(verbs.size())):
+        more = f"; {instead}" if instead else ""
+        raise ConfigError(f"{argument}={process_set}: these are not all {verbs.size()} workers, and "
+                          f"a sum over summation servers takes all of them{more}")
+
+
+def checked_process_set(process_set: ProcessSet | Sequence[int], instead: str) -> ProcessSet:
+    """The set, if it has all workers. Raises :class:`ConfigError` for any other."""
+    given = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    check_process_set(given, instead=instead)
+    return given
+
+
+def init(begin: Callable[[], None], comm: Any, process_sets: Any, instead: str) -> None:
+    """Check Horovod's arguments of ``init`` and call ``begin``, the framework's own ``init``."""
+    if comm is not None and (not isinstance(comm, Sequence) or comm):
+        more = f", and {instead}" if instead else ""
+        raise ConfigError("init: comm: the job's workers are those that the launcher has started; "
+                          f"leave comm out{more}")
+    begin()
+    if process_sets is not None and process_sets != "dynamic":
+        for process_set in process_sets:
+            check_process_set(process_set, "init: process_sets", instead)
+
+
+# ---- what Horovod tells about itself
+
+def is_initialized() -> bool:
+    """Whether this process is in a job."""
+    return adapter.initialised()
+
+
+def cross_rank() -> int:
+    """The index of this worker's machine.
+
+    Under ``bpsx-run --local --workers`` each worker imitates one.
+    """
+    return verbs.rank() // verbs.local_size()
+
+
+def cross_size() -> int:
+    """Number of machines."""
+    return verbs.size() // verbs.local_size()
+
+
+def is_homogeneous() -> bool:
+    """True: all machines run the same number of workers."""
+    return True
+
+
+def no() -> bool:
+    """False: there is no MPI, gloo, NCCL, DDL, oneCCL, CUDA or ROCm in bpsx."""
+    return False
+
+
+def refuse_elastic(suspending: str) -> NoReturn:
+    """Raise :class:`ConfigError`. ``suspending``: the framework's module with ``suspend()``."""
+    raise ConfigError(
+        "hvd.elastic: nothing is restarted behind a script's back: a worker that is lost is a "
+        "bpsx.PeerLostError on all others, and torchrun --max-restarts starts the job again, from "
+        f"a checkpoint; for a planned change of size there are {suspending}.suspend() and "
+        "resume(). See the table \"From Horovod\" in docs/migrating.md")
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Record a timeline from now on, until :func:`stop_timeline`.
+
+    That writes worker 0's to ``file_path``, and every worker's own to its place in
+    ``BYTEPS_TRACE_DIR``. ``mark_cycles`` is ignored: there are no cycles. Raises
+    :class:`ConfigError` for what is no path.
+    """
+    global _timeline
+    path = ""
+    if isinstance(file_path, (str, bytes, os.PathLike)):
+        path = os.fsdecode(file_path)
+    if not path:
+        raise ConfigError(f"start_timeline: file_path={file_path!r}: the path of a file is needed")
+    verbs.trace_start()
+    _timeline = path
+
+
+def stop_timeline() -> None:
+    """End the timeline of :func:`start_timeline`.
+
+    Raises :class:`OSError` if worker 0's cannot be written to its ``file_path``.
+    """
+    path = verbs.trace_stop()
+    if path is not None and _timeline and verbs.rank() == 0:
+        shutil.copyfile(path, _timeline)
+
+
+# ---- arguments of distributed optimizers and tapes
+
+def checked_training_op(verb: str, op: Any, predivide: Any) -> ReduceOp:
+    """``op``, a sum or an average, which ``gradient_predivide_factor`` fits.
+
+    Raises :class:`ConfigError`.
+    """
+    kind = check_adds(verb, checked_op(verb, op))
+    if not isinstance(predivide, numbers.Real) or not float(predivide) > 0:
+        raise ConfigError(f"{verb}: gradient_predivide_factor={predivide!r}: a number above 0 is "
+                          "needed")
+    if predivide != 1.0 and kind is not ReduceOp.Average:
+        raise ConfigError(f"{verb}: gradient_predivide_factor divides an average in two steps; "
+                          f"with op=hvd.{kind.name} leave it out")
+    return kind
+
+
+def check_groups(verb: str, num_groups: Any, groups: Any, known: Callable[[Any], bool],
+                 what: str = "parameter") -> None:
+    """Raise :class:`ConfigError` unless ``groups`` are a number, or lists of ``what``, each once.
+
+    ``known``: whether a member is one.
+    """
+    listed = groups is not None and isinstance(groups, Sequence)
+    counts = (("num_groups", num_groups), ("groups", 0 if groups is None or listed else groups))
+    for argument, count in counts:
+        number = adapter.integer(count)
+        if number is None or number < 0:
+            more = f" and lists of lists of {what}s" if argument == "groups" else ""
+            raise ConfigError(f"{verb}: {argument}={count!r}: allowed are integers from 0{more}")
+    if listed:
+        members = [m for group in groups for m in _members(group)]
+        if not all(map(known, members)) or len({id(m) for m in members}) < len(members):
+            raise ConfigError(f"{verb}: groups: lists of {what}s are needed, each {what} once")
+
+
+def _members(group: Any) -> Iterable[Any]:
+    return group if isinstance(group, Sequence) else [None]
+
+
+def checked_splits(splits: Any, size: int, rows: int | None, shown: Any = None) -> list[int]:
+    """``splits`` of an alltoall, a sequence or None, as ``size`` numbers.
+
+    ``rows``: the number of rows, None where it is not known yet; ``shown``: what the error shows in
+    the place of ``splits``. Raises :class:`ConfigError`.
+    """
+    if splits is None:
+        if rows is None or rows % size:
+            raise ConfigError(f"alltoall: {rows} rows cannot be divided evenly among {size} "
+                              "workers; give splits")
+        return [rows // size] * size
+    given = list(splits) if isinstance(splits, Iterable) else []
+    numbers_ = [n for n in map(adapter.integer, given) if n is not None and n >= 0]
+    too_many = rows is not None and sum(numbers_) > rows
+    if len(given) != size or len(numbers_) != size or too_many:
+        limit = "" if rows is None else f", of at most {rows} rows together"
+        seen = splits if shown is None else shown
+        raise ConfigError(f"alltoall: splits={seen!r}: {size} integers from 0, one for each "
+                          f"worker{limit} are needed")
+    return numbers_

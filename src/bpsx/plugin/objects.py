@@ -1,0 +1,199 @@
+"""Python objects from one worker to all, and from all to all.
+
+Plain values travel in an encoding that runs nothing when it is read. Anything else is pickled, and
+unpickling runs what the sender wants: so only in a job with a secret, and only bytes that carry the
+proof that somebody who knows it has made them.
+"""
+
+from __future__ import annotations
+
+import hmac
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bpsx.errors import BpsxError
+from bpsx.plugin import adapter
+from bpsx.plugin.adapter import Handle, TensorView, capacity, check_name, checked_root
+
+_PURPOSE = "pickled object"
+_PROOF_BYTES = 32
+#: What a message is: its first byte.
+_PLAIN, _PICKLED, _ERROR = b"v", b"p", b"e"
+
+
+class ObjectError(BpsxError, TypeError):
+    """An object cannot travel: neither a plain value nor one that may be, or can be, pickled."""
+
+
+class Codec(NamedTuple):
+    """How plain values of a framework become bytes and the reverse.
+
+    ``encode(obj, verb)`` raises :class:`~bpsx.errors.BpsxError` for what is none, and
+    :class:`RecursionError`; ``decode(body)`` whatever fits what has arrived and is not encoded.
+    """
+
+    encode: Callable[[Any, str], bytes]
+    decode: Callable[[bytes], Any]
+
+
+class _Calls:
+    """Calls of each name in this job, which all workers count alike.
+
+    What was proven for one call is of no use in another.
+    """
+
+    def __init__(self) -> None:
+        self._job, self._counts = -1, dict[str, int]()
+
+    def next(self, where: str) -> int:
+        """The number of the call of ``where`` that begins now."""
+        if self._job != adapter.session().job:
+            self._job, self._counts = adapter.session().job, {}
+        self._counts[where] = self._counts.get(where, 0) + 1
+        return self._counts[where]
+
+
+_calls = _Calls()
+
+
+def _proof(where: str, call: int, sender: int, body: bytes) -> bytes | None:
+    """That worker ``sender`` has made ``body`` for this call of this job; None without a secret."""
+    return adapter.proof(_PURPOSE, adapter.session().job, where, call, sender, body)
+
+
+def broadcast_object(obj: Any, root_rank: int, name: str | None, codec: Codec) -> Any:
+    """What ``obj`` is on worker ``root_rank``: there itself, elsewhere a copy.
+
+    Raises :class:`ObjectError` on all workers if the root's object cannot travel; on a worker alone
+    where it cannot be unpickled; :class:`~bpsx.errors.ConfigError` for a root that does not exist.
+    """
+    verb = "broadcast_object"
+    root = checked_root(root_rank, verb, adapter.session().size)
+    where = _checked_name(name, verb)
+    if adapter.session().size == 1:
+        return obj
+    is_root, call = adapter.session().rank == root, _calls.next(where)
+    message = broadcast_bytes(_pack(obj, verb, where, call, codec) if is_root else b"", root, where)
+    copy = _unpack(message, verb, where, call, root, is_root, codec)
+    return obj if is_root else copy
+
+
+def all_gather_object(obj: Any, name: str | None, codec: Codec, verb: str) -> list[Any]:
+    """What ``obj`` is on each worker, by rank; the own place holds ``obj`` itself.
+
+    Raises :class:`ObjectError` on all workers if an object of one of them cannot travel.
+    """
+    where = _checked_name(name, verb)
+    ours = adapter.session()
+    if ours.size == 1:
+        return [obj]
+    call = _calls.next(where)
+    messages = gather_bytes(_pack(obj, verb, where, call, codec), where)
+    for rank, each in enumerate(messages):
+        if each[:1] == _ERROR:
+            raise ObjectError(f"worker {rank}: {each[1:].decode(errors='replace')}")
+    copies = [_unpack(message, verb, where, call, rank, rank == ours.rank, codec)
+              for rank, message in enumerate(messages)]
+    return [obj if rank == ours.rank else copy for rank, copy in enumerate(copies)]
+
+
+def _checked_name(name: Any, verb: str) -> str:
+    check_name(name, verb)
+    return f"{verb}.{name}" if name else verb
+
+
+def _pack(obj: Any, verb: str, where: str, call: int, codec: Codec) -> bytes:
+    """A message for the others, who wait for one whatever happens here: else for the reason."""
+    try:
+        return _PLAIN + codec.encode(obj, verb)
+    except (BpsxError, RecursionError) as e:
+        problem = str(e)
+    try:
+        if adapter.proof(_PURPOSE) is None:
+            return _ERROR + (f"{problem}. Other objects are pickled, which needs a job secret: set "
+                             "BPSX_SECRET on all processes, or start the job with bpsx-run "
+                             "--local, which makes one").encode()
+        body = pickle.dumps(obj)
+        return _PICKLED + (_proof(where, call, adapter.session().rank, body) or b"") + body
+    except Exception as e:      # __reduce__ and its like may raise anything
+        kind = type(obj).__name__
+        text = f"{verb}: {kind} cannot be pickled: {type(e).__name__}: {e}"
+        return _ERROR + text.encode(errors="replace")
+
+
+def _unpack(
+    message: bytes, verb: str, where: str, call: int, sender: int, ours: bool, codec: Codec,
+) -> Any:
+    """The object in a message. If it is this worker's own (``ours``) nothing is made of it.
+
+    Raises :class:`ObjectError`.
+    """
+    kind, body = message[:1], message[1:]
+    if kind == _ERROR:
+        raise ObjectError(body.decode(errors="replace"))
+    if ours:
+        return None
+    if kind == _PLAIN:
+        return _decoded(body, verb, sender, codec)
+    proof, pickled = body[:_PROOF_BYTES], body[_PROOF_BYTES:]
+    expected = _proof(where, call, sender, pickled)
+    if kind != _PICKLED or expected is None or not hmac.compare_digest(proof, expected):
+        raise ObjectError(f"{verb}: what has arrived from worker {sender} does not prove that it "
+                          "knows the job secret and was made for this call; it has not been "
+                          "unpickled")
+    try:
+        return pickle.loads(pickled)
+    except Exception as e:
+        raise ObjectError(f"{verb}: worker {sender}'s object cannot be unpickled here: "
+                          f"{type(e).__name__}: {e}") from e
+
+
+def _decoded(body: bytes, verb: str, sender: int, codec: Codec) -> Any:
+    try:
+        return codec.decode(body)
+    except (ValueError, KeyError, IndexError, TypeError, RuntimeError, RecursionError) as e:
+        raise ObjectError(f"{verb}: what has arrived from worker {sender} is no encoded object: "
+                          f"{type(e).__name__}: {e}") from e
+
+
+# ---- bytes of any length
+
+def _begun(array: np.ndarray, name: str, root: int) -> Handle:
+    """A broadcast of ``array``, contiguous, of uint8 or int64, in its place."""
+    view = TensorView(array.ctypes.data, array.nbytes, array.dtype.name, array.shape, array)
+    return adapter.session().broadcast(name, view, root)
+
+
+def _room(length: int, text: bytes) -> np.ndarray:
+    """Memory for ``length`` bytes, of one of few sizes, with ``text`` at its beginning."""
+    body = np.zeros(capacity(length), np.uint8)
+    body[:len(text)] = np.frombuffer(text, np.uint8)
+    return body
+
+
+def broadcast_bytes(text: bytes, root: int, name: str) -> bytes:
+    """The root's ``text``, of any length, on all workers: its length first."""
+    own = adapter.session().rank == root
+    length = np.array([len(text)], np.int64)
+    _begun(length, f"{name}.length", root).wait()
+    body = _room(int(length[0]), text if own else b"")
+    if len(body):
+        _begun(body, f"{name}.structure", root).wait()
+    return body[:length[0]].tobytes()
+
+
+def gather_bytes(text: bytes, name: str) -> list[bytes]:
+    """All workers' ``text``, of any length, by rank: their lengths first. All at once."""
+    ours = adapter.session()
+    lengths = [np.array([len(text)], np.int64) for _ in range(ours.size)]
+    for handle in [_begun(n, f"{name}.length.{root}", root) for root, n in enumerate(lengths)]:
+        handle.wait()
+    bodies = [_room(int(length[0]), text if root == ours.rank else b"")
+              for root, length in enumerate(lengths)]
+    begun = [_begun(body, f"{name}.{root}", root) for root, body in enumerate(bodies) if len(body)]
+    for handle in begun:
+        handle.wait()
+    return [body[:n[0]].tobytes() for body, n in zip(bodies, lengths, strict=True)]

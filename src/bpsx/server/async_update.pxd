@@ -1,0 +1,77 @@
+# Asynchronous training: a push is added to the lane's value of its key, and its sender alone gets the value as it is then.
+#
+# No worker waits for another, so there is no round to open: only each worker's own count of its pushes, which tells repeats. The answer
+# goes out in the memory in which the push came in.
+from libc.stdint cimport int64_t, uint64_t
+from libc.stdlib cimport calloc
+from libc.string cimport memcpy
+
+from bpsx.core.wire cimport ANSWER, INLINE_BYTES, Header
+from bpsx.core.status cimport E_MEMORY, E_PROTOCOL
+from bpsx.kernels.abi cimport Kernels
+from bpsx.server.reply cimport Result, put_record, reply_header, result_in, send_error, send_result
+from bpsx.server.lane cimport Lane
+from bpsx.server.store cimport ACCEPTED, MALFORMED, REPEATED, Entry, Share, Verdict, free_memory, memory_for, note_landing
+from bpsx.transports.abi cimport Message
+
+
+cdef inline Verdict count_delta(Entry *e, Header *h) noexcept nogil:
+    cdef Share *share = &e.shares[h.sender]
+    if h.key != e.key or h.dtype != e.dtype or h.length != e.nbytes or h.divisor == 0:
+        return MALFORMED
+    if h.round != share.round:
+        return REPEATED if h.round + 1 == share.round else MALFORMED
+    return REPEATED if share.pushed else ACCEPTED       # pushed: it waits in a broadcast of this key
+
+
+cdef inline bint add_delta(Entry *e, char *body, bint writable, uint64_t divisor) noexcept nogil:
+    """Add `body`, divided by `divisor`, to the value; half types in float32, rounded once. False when there is no memory."""
+    cdef Kernels *k = e.kernels
+    cdef int64_t n = e.nbytes // k.itemsize
+    if e.value == NULL:
+        e.value = <char *>calloc(1, e.nbytes)
+        if e.value == NULL:
+            return False
+    if divisor > 1:
+        if not writable:
+            if not memory_for(&e.small, e.nbytes):
+                return False
+            memcpy(e.small, body, e.nbytes)
+            body = e.small
+        k.divide(body, n, divisor)
+    k.pair(e.value, body, n, 1)
+    if body == e.small:
+        free_memory(&e.small)
+    return True
+
+
+cdef inline int push_delta(Lane *lane, Entry *e, Header *h, Message *m, char *body, bint *kept) noexcept nogil:
+    """Work through one asynchronous push. `m`: its message, if the body is the message's own. -1 if it makes no sense."""
+    cdef Header reply
+    cdef Result *r
+    cdef bint large = m != NULL and e.nbytes > INLINE_BYTES
+    cdef Verdict verdict = count_delta(e, h) if lane.asynchronous else MALFORMED
+    if verdict == MALFORMED:
+        send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)
+        return -1
+    if verdict == REPEATED:
+        lane.repeated += 1
+        return 0
+    note_landing(e, h.sender, m)
+    if e.nbytes and not add_delta(e, body, m != NULL, h.divisor):
+        send_error(lane, h.sender, h.key, h.round, h.cookie, E_MEMORY, 0, 0)
+    elif large:
+        memcpy(body, e.value, e.nbytes)
+        kept[0] = True
+        r = result_in(lane, m, 1)
+        if r != NULL:
+            send_result(lane, e, h.sender, h.cookie, r, body, e.nbytes, &e.shares[h.sender].landing)
+    else:
+        reply_header(lane, &reply, ANSWER, h.sender, e, h.cookie)
+        reply.length = e.nbytes
+        put_record(lane, h.sender, &reply, e.value)
+    e.shares[h.sender].round += 1
+    e.rounds += 1
+    lane.rounds += 1
+    lane.bytes += e.nbytes
+    return 0

@@ -1,0 +1,42 @@
+# What a lane keeps of a compressed key from round to round, asked for and set by a worker: for checkpoints. No round, and not counted.
+from libc.stdint cimport uint64_t
+from libc.stdlib cimport free, malloc
+
+from bpsx.core.wire cimport ANSWER, INLINE_BYTES, Header
+from bpsx.core.codec.state cimport load_state, save_state, server_state_bytes
+from bpsx.core.status cimport E_PROTOCOL
+from bpsx.server.reply cimport Result, put_record, reply_header, result_in, send_error, send_result
+from bpsx.server.lane cimport Lane
+from bpsx.server.store cimport Entry
+
+
+cdef inline int push_state(Lane *lane, Entry *e, Header *h, const char *body) noexcept nogil:
+    """Keep what is in the body, if there is one, and answer with what is kept. -1 if it makes no sense."""
+    cdef Header reply
+    cdef Result *r
+    cdef char *memory
+    cdef uint64_t size
+    if h.key != e.key or h.dtype != e.dtype or e.packed == NULL or h.length and h.length != server_state_bytes(e.packed):
+        send_error(lane, h.sender, h.key, h.round, h.cookie, E_PROTOCOL, 0, 0)
+        return -1
+    if h.length:
+        load_state(e.packed, body)
+    size = server_state_bytes(e.packed)
+    memory = <char *>malloc(size)
+    if memory == NULL:
+        lane.dropped += 1       # the worker would wait for ever
+        return 0
+    save_state(e.packed, memory)
+    if size <= INLINE_BYTES:
+        reply_header(lane, &reply, ANSWER, h.sender, e, h.cookie)
+        reply.length = size
+        put_record(lane, h.sender, &reply, memory)
+        free(memory)
+        return 0
+    r = result_in(lane, NULL, 1)
+    if r == NULL:
+        free(memory)
+        return 0
+    r.memory = memory
+    send_result(lane, e, h.sender, h.cookie, r, memory, size, NULL)
+    return 0

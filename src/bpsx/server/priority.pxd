@@ -1,0 +1,53 @@
+# BYTEPS_SERVER_ENABLE_SCHEDULE: messages that have come wait here, and the most urgent is taken first.
+from libc.stddef cimport size_t
+from libc.stdint cimport int64_t, uint32_t
+from libc.stdlib cimport realloc
+
+from bpsx.core.wire cimport PING, PUSH, Header, next_record
+from bpsx.system.sync cimport now_ns
+from bpsx.server.lane cimport Lane, Pending
+from bpsx.transports.abi cimport Message
+
+
+cdef inline bint more_urgent(Pending *a, Pending *b) noexcept nogil:
+    return a.urgency > b.urgency or (a.urgency == b.urgency and a.order < b.order)
+
+
+cdef inline int64_t urgency_of(Message *m) noexcept nogil:
+    """The highest priority in a message; control records go first."""
+    cdef Header h
+    cdef char *body = NULL
+    cdef size_t at = 0
+    cdef int64_t best = -(<int64_t>1 << 40)
+    while next_record(m.head, m.head_size, m.body, m.body_size, m.has_body, &at, &h, &body) > 0:
+        if h.kind == PING:
+            return <int64_t>1 << 40
+        if h.kind == PUSH:
+            best = max(best, <int64_t>h.priority)
+    return best if best > -(<int64_t>1 << 40) else <int64_t>1 << 40
+
+
+cdef inline bint keep_pending(Lane *lane, Message *m) noexcept nogil:
+    cdef uint32_t i, wanted
+    cdef Pending *grown
+    cdef Pending item
+    if lane.n_pending == lane.pending_capacity:
+        wanted = max(lane.pending_capacity * 2, <uint32_t>64)
+        grown = <Pending *>realloc(lane.pending, wanted * sizeof(Pending))
+        if grown == NULL:
+            return False
+        lane.pending = grown
+        lane.pending_capacity = wanted
+    item.message = m
+    item.urgency = urgency_of(m)
+    item.order = lane.arrivals
+    item.arrived = now_ns()
+    lane.arrivals += 1
+    i = lane.n_pending
+    lane.n_pending += 1
+    # Kept sorted, the most urgent last: messages come mostly in order of urgency, so this moves little.
+    while i > 0 and more_urgent(&lane.pending[i - 1], &item):
+        lane.pending[i] = lane.pending[i - 1]
+        i -= 1
+    lane.pending[i] = item
+    return True

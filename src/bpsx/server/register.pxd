@@ -1,0 +1,99 @@
+# What a lane has to do when it hears of a key for the first time: kernels for its element type, and for its compression.
+from libc.stdint cimport uint32_t, uint64_t
+from libc.stdlib cimport realloc
+from libc.string cimport memset
+
+from bpsx.core.wire cimport MAX_CODEC_BYTES, MAX_NAME_BYTES, Header
+from bpsx.core.codec.state cimport packed_new
+from bpsx.kernels.abi cimport Kernels
+from bpsx.server.lane cimport MAX_PARTITION_BYTES, MAX_SLOTS, N_DTYPES, Lane
+from bpsx.server.trace cimport note_key
+from bpsx.server.store cimport Entry, entry_new
+
+
+cdef inline bint load(Lane *lane, int dtype) noexcept with gil:
+    """Fetch a dtype's kernels the first time that a key needs them. Without them nobody gets his sum, and the lane ends."""
+    from bpsx.dtypes import BY_CODE
+
+    if dtype not in BY_CODE:
+        return False            # nonsense, or another version's
+    try:
+        (<object>lane.owner).load(dtype)
+        return True
+    except Exception as e:
+        (<object>lane.owner).break_with(e)
+        lane.dropped += 1
+        return False
+
+
+cdef inline void pack_entry(Lane *lane, Entry *e, bytes name, bytes codec) except *:
+    """Give an entry what its compression needs. Raises ConfigError for what is none."""
+    from bpsx.compression.spec import make, parse, stream
+    from bpsx.dtypes import BY_CODE, BY_NAME
+    from bpsx.planning.placement import PARTS_PER_TENSOR
+
+    made = make(parse(codec.decode(errors="replace")), BY_CODE[e.dtype].name, e.nbytes, stream(name, e.key % PARTS_PER_TENSOR), None)
+    wide = BY_NAME["float64" if made.wide_itemsize == 8 else "float32"].code
+    (<object>lane.owner).load(wide)
+    (<object>lane.owner).keep(made)
+    e.packed = packed_new(made)
+    e.wide_kernels = &lane.kernels[<int>wide]
+
+
+cdef inline bint make_packed(Lane *lane, Entry *e, const char *name, uint64_t length, uint32_t codec_bytes) noexcept with gil:
+    """Load what a compressed key needs. False if `codec` makes no sense. Without memory or kernels nobody gets his sum, and the lane ends."""
+    from bpsx.errors import ConfigError
+
+    try:
+        pack_entry(lane, e, name[:length], name[length:length + codec_bytes])
+        return True
+    except ConfigError as x:
+        (<object>lane.owner).log(f"a worker has announced a key whose compression is not known here: {x}")
+        return False
+    except Exception as x:
+        (<object>lane.owner).break_with(x)
+        lane.dropped += 1
+        return False
+
+
+cdef inline bint grow(Lane *lane, uint32_t slot) noexcept nogil:
+    cdef uint32_t wanted
+    cdef Entry **grown
+    if slot < lane.n_entries:
+        return True
+    wanted = max(slot + 1, lane.n_entries * 2)
+    grown = <Entry **>realloc(lane.entries, wanted * sizeof(Entry *))
+    if grown == NULL:
+        return False
+    memset(grown + lane.n_entries, 0, (wanted - lane.n_entries) * sizeof(Entry *))
+    lane.entries = grown
+    lane.n_entries = wanted
+    return True
+
+
+cdef inline int register(Lane *lane, Header *h, const char *name) noexcept nogil:
+    """A worker announces a key. All announcements of a slot must agree; the scheduler has seen to that."""
+    cdef Entry *e
+    cdef Kernels *k
+    cdef uint32_t codec_bytes = <uint32_t>h.priority
+    if h.slot >= MAX_SLOTS or h.dtype >= N_DTYPES or h.cookie > MAX_PARTITION_BYTES or codec_bytes > MAX_CODEC_BYTES or \
+            h.length < codec_bytes or h.length - codec_bytes > MAX_NAME_BYTES:
+        return -1
+    h.length -= codec_bytes
+    if h.slot < lane.n_entries and lane.entries[h.slot] != NULL:
+        e = lane.entries[h.slot]
+        return 0 if e.key == h.key and e.nbytes == h.cookie and e.dtype == h.dtype else -1
+    k = &lane.kernels[h.dtype]
+    if k.add == NULL and not load(lane, h.dtype):
+        return -1
+    if h.cookie % k.itemsize or not grow(lane, h.slot):
+        return -1
+    lane.entries[h.slot] = entry_new(&lane.slabs, h.key, h.cookie, h.dtype, k, lane.workers)
+    if lane.entries[h.slot] == NULL:
+        return -1
+    if codec_bytes and not make_packed(lane, lane.entries[h.slot], name, h.length, codec_bytes):
+        lane.entries[h.slot].refused = True     # whoever pushes is told so
+        return -1
+    if lane.watch != NULL:
+        note_key(lane.watch, h, name)
+    return 0

@@ -1,0 +1,228 @@
+# From a closed round to the workers. Large results are one buffer for all; small ones are batched per worker.
+from libc.stddef cimport size_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memset
+
+from bpsx.core.wire cimport ANSWER, BATCH_BYTES, ERROR, HEADER_BYTES, INLINE, INLINE_BYTES, PONG, PROOF_BYTES, Header, header_init, padded
+from bpsx.core.status cimport E_CODEC, E_JOINED, E_MEMORY, E_MISMATCH
+from bpsx.system.sync cimport atomic_add
+from bpsx.server.lane cimport Lane, Out
+from bpsx.server.trace cimport note_closed, note_closing
+from bpsx.server.compressed cimport encode_sum
+from bpsx.server.store cimport Entry, finish_sum, memory_for, open_next_round
+from bpsx.transports.abi cimport Landing, Message
+
+# A result on its way to several workers: the message that holds it is let go with the last of them.
+cdef struct Result:
+    Lane *lane
+    Message *message            # or NULL, and it lies in
+    char *memory                # ... which is freed
+    int64_t references
+
+
+cdef inline void let_go(Lane *lane, Message *m) noexcept nogil:
+    if m != NULL:
+        lane.endpoint.release(lane.endpoint.self, m)
+        free(m)
+
+
+cdef inline void result_done(void *data, void *hint) noexcept nogil:
+    cdef Result *r = <Result *>hint
+    if atomic_add(&r.references, -1) == 0:
+        let_go(r.lane, r.message)
+        free(r.memory)
+        free(r)
+
+
+cdef inline void frame_done(void *data, void *hint) noexcept nogil:
+    free(data)
+
+
+cdef inline void flush(Lane *lane, uint32_t rank) noexcept nogil:
+    """Send what has been batched for a worker."""
+    cdef Out *out = &lane.outs[rank]
+    if out.frame == NULL:
+        return
+    lane.endpoint.send(lane.endpoint.self, rank, out.frame, out.size, frame_done, NULL, NULL, 0, NULL, NULL, NULL)
+    if lane.watch != NULL:
+        lane.watch.sent += out.size
+    out.frame = NULL
+    out.size = 0
+    lane.messages_out += 1
+
+
+cdef inline void flush_all(Lane *lane) noexcept nogil:
+    cdef uint32_t rank
+    for rank in range(lane.workers):
+        flush(lane, rank)
+
+
+cdef inline void put_record(Lane *lane, uint32_t rank, Header *h, char *body) noexcept nogil:
+    """Batch a record for a worker. Without memory it is lost and counted, which ends the lane and so the job."""
+    cdef Out *out = &lane.outs[rank]
+    cdef size_t size = HEADER_BYTES + padded(h.length)
+    if out.frame != NULL and out.size + size > BATCH_BYTES:
+        flush(lane, rank)
+    if out.frame == NULL:
+        out.frame = <char *>malloc(max(<size_t>BATCH_BYTES, size))
+        if out.frame == NULL:
+            lane.dropped += 1
+            return
+    h.flags = INLINE
+    memcpy(out.frame + out.size, h, HEADER_BYTES)
+    if h.length and body != NULL:
+        memcpy(out.frame + out.size + HEADER_BYTES, body, h.length)
+        memset(out.frame + out.size + HEADER_BYTES + h.length, 0, padded(h.length) - h.length)
+    out.size += size
+
+
+cdef inline void reply_header(Lane *lane, Header *h, uint8_t kind, uint32_t rank, Entry *e, uint64_t cookie) noexcept nogil:
+    header_init(h, kind, lane.job, rank)
+    h.dtype = e.dtype
+    h.key = e.key
+    h.round = e.shares[rank].round
+    h.cookie = cookie
+
+
+cdef inline void send_error(
+    Lane *lane, uint32_t rank, uint64_t key, uint32_t round_, uint64_t cookie, int status, uint32_t a, uint32_t b,
+) noexcept nogil:
+    cdef Header h
+    header_init(&h, ERROR, lane.job, rank)
+    h.key = key
+    h.round = round_
+    h.cookie = cookie
+    h.divisor = -status
+    h.slot = a
+    h.epoch = b
+    put_record(lane, rank, &h, NULL)
+
+
+cdef inline void send_pong(Lane *lane, uint32_t rank, char *proof) noexcept nogil:
+    cdef Header h
+    header_init(&h, PONG, lane.job, rank)
+    h.length = PROOF_BYTES
+    put_record(lane, rank, &h, proof)
+
+
+cdef inline Result *result_in(Lane *lane, Message *m, uint32_t receivers) noexcept nogil:
+    """A result that lies in message `m`. Without memory it is lost and counted, which ends the lane and so the job."""
+    cdef Result *r = <Result *>malloc(sizeof(Result))
+    if r == NULL:
+        lane.dropped += 1
+        let_go(lane, m)
+        return NULL
+    r.lane = lane
+    r.message = m
+    r.memory = NULL
+    r.references = receivers
+    return r
+
+
+cdef inline void send_result(
+    Lane *lane, Entry *e, uint32_t rank, uint64_t cookie, Result *r, char *body, uint64_t length, const Landing *landing,
+) noexcept nogil:
+    """`landing`: of the push that this answers, or NULL."""
+    cdef Header h
+    reply_header(lane, &h, ANSWER, rank, e, cookie)
+    h.length = length
+    lane.endpoint.send(lane.endpoint.self, rank, &h, HEADER_BYTES, NULL, NULL, body, length, result_done, r, landing)
+    if lane.watch != NULL:
+        lane.watch.sent += HEADER_BYTES + length
+    lane.messages_out += 1
+
+
+cdef inline void answer_large(Lane *lane, Entry *e) noexcept nogil:
+    cdef uint32_t rank
+    cdef Result *r = result_in(lane, e.first, e.pushed)
+    if r == NULL:
+        return
+    for rank in range(lane.workers):
+        if e.shares[rank].pushed:
+            send_result(lane, e, rank, e.shares[rank].cookie, r, e.sum, e.nbytes, &e.shares[rank].landing)
+
+
+cdef inline void answer_small(Lane *lane, Entry *e, char *body, uint64_t length) noexcept nogil:
+    cdef Header h
+    cdef uint32_t rank
+    for rank in range(lane.workers):
+        if e.shares[rank].pushed:
+            reply_header(lane, &h, ANSWER, rank, e, e.shares[rank].cookie)
+            h.length = length
+            put_record(lane, rank, &h, body)
+
+
+cdef inline void answer_packed(Lane *lane, Entry *e) noexcept nogil:
+    """Encode the sum, once, and answer with that. Without memory it is lost and counted, which ends the lane and so the job."""
+    cdef uint32_t rank
+    cdef char *wire = encode_sum(lane, e)
+    cdef Result *r = NULL
+    if wire == NULL:
+        lane.dropped += 1
+        return
+    if e.packed.size <= INLINE_BYTES:
+        answer_small(lane, e, wire, e.packed.size)
+        free(wire)
+        return
+    r = result_in(lane, NULL, e.pushed)
+    if r == NULL:
+        free(wire)
+        return
+    r.memory = wire
+    for rank in range(lane.workers):
+        if e.shares[rank].pushed:
+            send_result(lane, e, rank, e.shares[rank].cookie, r, wire, e.packed.size, &e.shares[rank].landing)
+
+
+cdef inline void fail_round(Lane *lane, Entry *e) noexcept nogil:
+    """Tell everybody who has pushed in the open round that it has failed.
+
+    Not before the round is whole, or the workers' counts of rounds would part; except when it will never be.
+    """
+    cdef uint32_t rank
+    if (e.status == E_MISMATCH or e.status == E_CODEC) and not e.named:
+        e.detail_a = (e.detail_a + 1) * lane.processes - 1      # whoever speaks for a machine is its last worker
+        e.detail_b = (e.detail_b + 1) * lane.processes - 1
+        e.named = True
+    for rank in range(lane.workers):
+        if e.shares[rank].pushed:
+            send_error(lane, rank, e.key, e.shares[rank].round, e.shares[rank].cookie, e.status, e.detail_a, e.detail_b)
+
+
+cdef inline void end_broadcast(Entry *e) noexcept nogil:
+    """Fail a broadcast whose root was joined; keep what became the lane's value."""
+    if e.status == 0 and not e.shares[e.divisor].pushed:
+        e.status = E_JOINED
+        e.detail_a = e.divisor
+    elif e.status == 0 and e.seeding and e.nbytes:
+        if memory_for(&e.value, e.nbytes):
+            memcpy(e.value, e.sum, e.nbytes)
+        else:
+            e.status = E_MEMORY
+
+
+cdef inline void close_round(Lane *lane, Entry *e) noexcept nogil:
+    """Everybody has pushed who will: answer them, and open the next round."""
+    if e.broadcast:
+        end_broadcast(e)
+    elif e.status == 0:
+        finish_sum(e, lane.workers)
+    if lane.watch != NULL:
+        note_closing(lane, e)
+    if e.status == 0:
+        if e.packed != NULL and not e.broadcast:
+            answer_packed(lane, e)
+        elif e.first != NULL and e.nbytes > INLINE_BYTES:
+            answer_large(lane, e)
+        else:
+            answer_small(lane, e, e.sum, e.nbytes)
+            let_go(lane, e.first)
+        lane.rounds += 1
+        lane.bytes += e.nbytes
+    else:
+        fail_round(lane, e)
+        let_go(lane, e.first)
+    if lane.watch != NULL:
+        note_closed(lane, e)
+    open_next_round(e, lane.workers)

@@ -1,0 +1,118 @@
+# What a lane writes into its Watch. Called by the lane's thread, and only where there is a Watch.
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memcpy
+
+from bpsx.core.wire cimport Header
+from bpsx.core.slab cimport take_record
+from bpsx.system.sync cimport atomic_load, atomic_store, now_ns
+from bpsx.core.trace.recorder cimport (
+    RECEIVE, ROUND, SEND, SUM, Named, Watch, dtype_name, put, recording, say, say_values, wants_values, watched,
+)
+from bpsx.server.lane cimport Lane
+from bpsx.server.store cimport Entry
+from bpsx.transports.abi cimport Message
+
+ctypedef unsigned long long big
+
+
+cdef inline void note_message(Watch *w, Message *m) noexcept nogil:
+    """A message is about to be worked through."""
+    w.now = now_ns()
+    if w.arrived == 0:
+        w.arrived = w.now           # it did not have to wait for its turn
+    w.received += m.head_size + m.body_size
+
+
+cdef inline void note_key(Watch *w, Header *h, const char *name) noexcept nogil:
+    """A key has been announced for the first time. Without memory its name stays unknown, and nothing else happens."""
+    cdef Named *n = <Named *>take_record(&w.slabs, sizeof(Named) + h.length)
+    if n == NULL:
+        return
+    n.next = <Named *>atomic_load(&w.named)
+    n.key = h.key
+    n.nbytes = h.cookie
+    n.dtype = h.dtype
+    n.name_bytes = <uint32_t>h.length
+    memcpy(n.name, name, h.length)
+    n.name[h.length] = 0
+    atomic_store(&w.named, <int64_t>n)
+    if w.keys:
+        say(w.who, w.show_time, b"key %llu is %s: %s, %llu bytes", <big>h.key, n.name, dtype_name(h.dtype), <big>h.cookie)
+
+
+cdef inline int64_t note_push(Lane *lane, Entry *e, Header *h, const char *body) noexcept nogil:
+    """A push has been counted. Returns when its sum begins, if that is to be recorded, else 0."""
+    cdef Watch *w = lane.watch
+    if e.pushed == 1:
+        e.opened_ns = w.now
+        e.recorded = recording(w, e.rounds + 1) if watched(w) else 0
+        w.open_rounds += 1
+    elif e.pushed == lane.workers:
+        w.waited_ns += w.now - e.opened_ns
+        if h.sender < w.n_late:
+            w.late[h.sender].rounds += 1
+            w.late[h.sender].ns += w.now - e.latest_ns
+    e.latest_ns = w.now
+    e.latest = h.sender
+    if not watched(w):
+        return 0
+    if w.messages:
+        say(w.who, w.show_time, b"received PUSH key %llu round %u %llu bytes, worker %u", <big>h.key, h.round, <big>h.length, h.sender)
+    if wants_values(w, h.key):
+        say_values(w.who, w.show_time, b"received", h.key, h.round + 1, h.dtype, body, h.length)
+    return now_ns() if e.recorded else 0
+
+
+cdef inline void note_sum(Lane *lane, Entry *e, Header *h, int64_t begin) noexcept nogil:
+    """A push is in the sum."""
+    cdef Watch *w = lane.watch
+    cdef bint wide = e.wide != NULL and 1 < e.added < lane.workers and not e.broadcast
+    if begin:
+        put(w, RECEIVE, e.recorded, e.key, e.rounds + 1, w.arrived, begin, h.length, h.sender, 0)
+        put(w, SUM, e.recorded, e.key, e.rounds + 1, begin, now_ns(), h.length, h.sender, 0)
+    if wants_values(w, h.key) and e.status == 0:
+        if wide:            # the accumulator: int32 for 8-bit types, else float32
+            say_values(w.who, w.show_time, b"sum so far", h.key, h.round + 1, 7 if e.kernels.itemsize == 1 else 3, e.wide,
+                       e.nbytes // e.kernels.itemsize * e.kernels.wide_itemsize)
+        else:
+            say_values(w.who, w.show_time, b"sum so far", h.key, h.round + 1, e.dtype, e.sum, e.nbytes)
+
+
+cdef inline void note_closing(Lane *lane, Entry *e) noexcept nogil:
+    """A round is whole: its answers are about to be sent. The result may be gone afterwards, so its values are told now."""
+    cdef Watch *w = lane.watch
+    cdef uint32_t rank
+    w.open_rounds -= 1
+    if not watched(w):
+        return
+    e.closing_ns = now_ns()
+    if wants_values(w, e.key):
+        say_values(w.who, w.show_time, b"send", e.key, e.rounds + 1, e.dtype, e.sum if e.status == 0 else NULL, e.nbytes)
+    for rank in range(lane.workers if w.messages else 0):
+        if not e.shares[rank].pushed:
+            continue
+        say(w.who, w.show_time, b"sent %s key %llu round %u %llu bytes, worker %u", b"ANSWER" if e.status == 0 else b"ERROR", <big>e.key, e.rounds,
+            <big>(e.nbytes if e.status == 0 else 0), rank)
+
+
+cdef inline void note_delta(Lane *lane, Entry *e, Header *h, int64_t begin) noexcept nogil:
+    """An asynchronous push has been added and answered: a round of its own."""
+    cdef Watch *w = lane.watch
+    cdef uint8_t flags = recording(w, e.rounds)
+    if w.messages:
+        say(w.who, w.show_time, b"added and answered PUSH key %llu round %u %llu bytes, worker %u", <big>h.key, h.round, <big>h.length, h.sender)
+    if wants_values(w, h.key):
+        say_values(w.who, w.show_time, b"value", h.key, h.round + 1, h.dtype, e.value, h.length)
+    if flags:
+        put(w, RECEIVE, flags, e.key, e.rounds, w.arrived, begin, h.length, h.sender, 0)
+        put(w, SUM, flags, e.key, e.rounds, begin, now_ns(), h.length, h.sender, 0)
+
+
+cdef inline void note_closed(Lane *lane, Entry *e) noexcept nogil:
+    """The answers have been handed over."""
+    cdef int64_t now
+    if e.recorded and watched(lane.watch):
+        now = now_ns()
+        put(lane.watch, SEND, e.recorded, e.key, e.rounds + 1, e.closing_ns, now, e.nbytes, 0, e.status)
+        put(lane.watch, ROUND, e.recorded, e.key, e.rounds + 1, e.opened_ns, now, e.nbytes, e.latest, e.status)
+    e.recorded = 0

@@ -1,0 +1,1 @@
+"""One job, seen from one of its worker processes."""

@@ -1,0 +1,38 @@
+"""What can be declared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bpsx.errors import ConfigError
+from bpsx.planning.placement import PARTS_PER_TENSOR
+from bpsx.scheduler.messages import MAX_NAME
+
+
+def check_name(name: Any, what: str) -> None:
+    """Whether the scheduler can take ``name``. Raises :class:`~bpsx.errors.ConfigError`."""
+    try:
+        length = len(name.encode()) if isinstance(name, str) else 0
+    except UnicodeEncodeError:      # half of a surrogate pair
+        length = 0
+    if not 0 < length <= MAX_NAME:
+        raise ConfigError(f"{what}: name {repr(name)[:60]}: a name is a string of 1 to {MAX_NAME} bytes of UTF-8")
+
+
+def check_new(name: str, nbytes: int, partition_bytes: int) -> None:
+    """Whether a tensor can be declared. Raises :class:`~bpsx.errors.ConfigError`."""
+    check_name(name, "a tensor to send")
+    most = PARTS_PER_TENSOR * partition_bytes
+    if nbytes > most:
+        raise ConfigError(f"tensor {name!r} has {nbytes} bytes; with BYTEPS_PARTITION_BYTES={partition_bytes} at most {most} are possible")
+
+
+def capacity(length: int) -> int:
+    """``length`` rounded up to the next of about 1.25 to the power of n.
+
+    What a name means is never forgotten, so lengths that change must not be declared as they are: 90 steps reach 10^9.
+    """
+    step = 0
+    while step < length:
+        step += max(1, step // 4)
+    return step

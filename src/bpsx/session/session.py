@@ -1,0 +1,479 @@
+"""The object that owns a worker's part of a job: configuration, core, transport endpoint, and the link to the scheduler."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+from bpsx import errors
+from bpsx._core import Core
+from bpsx.compression.manager import Compressing, Remembered
+from bpsx.compression.spec import Compression
+from bpsx.config import Config
+from bpsx.core._handle import Handle, Item
+from bpsx.dtypes import BY_CODE, BY_NAME, FLOAT_CODES, dtype_named
+from bpsx.local.devices import Devices, OnGpu, Streams, View
+from bpsx.local.group import Neighbourhood
+from bpsx.planning.partitioner import whole_pages
+from bpsx.scheduler import failing
+from bpsx.scheduler.client import Link
+from bpsx.session.declarations import Declarations
+from bpsx.session.join import Joining
+from bpsx.session.lane_contact import connect_lanes, greet_lanes
+from bpsx.session.limits import check_name, check_new
+from bpsx.session.refusals import mine
+from bpsx.system.address import is_here
+from bpsx.system.fork import keep_from_children
+from bpsx.system.host import keep_memory, own_host, require_descriptors
+from bpsx.system.logs import configure
+from bpsx.telemetry._recorder import monotonic_ns
+from bpsx.telemetry.reporter import Reporter
+from bpsx.telemetry.throughput import Speed, Speedometer
+from bpsx.transports.loopback.endpoint import LoopbackEndpoint
+
+log = logging.getLogger("bpsx.session.session")
+connections = logging.getLogger("bpsx.connections")
+BARRIER = "bpsx.barrier"
+#: Tensors named in one stall report.
+MOST_REPORTED = 256
+#: How long a broken data connection waits for the scheduler to say who has died: its word names the culprit, ours only the victim.
+VERDICT_SECONDS = 1.0
+
+
+class Session(Declarations):
+    """A worker in a job. Thread-safe. :meth:`close` ends it; it cannot be used again.
+
+    Raises :class:`~bpsx.errors.ConfigError`, :class:`~bpsx.errors.RendezvousError` or :class:`~bpsx.errors.TransportError` on construction.
+    """
+
+    def __init__(self, config: Config, order: dict[str, int] | None = None, remembered: Remembered | None = None, again: bool = False) -> None:
+        self._introduced = False        # whether the scheduler knows of this worker, or has been asked to
+        try:
+            self._set_up(config, order, remembered, again)
+        except Exception as e:
+            if not self._introduced:
+                failing.tell("worker", e, config)
+            raise
+
+    def _set_up(
+        self, config: Config, order: dict[str, int] | None, remembered: Remembered | None, again: bool,
+    ) -> None:
+        config.check()
+        configure(config, f"worker {config.rank}")
+        self.config = config
+        self.rank, self.size = config.rank, config.size
+        self.local_rank: int = config.local_rank
+        self.local_size: int = config.local_size
+        # Re-entrant: a signal handler of the user's may shut down while the main thread is in here.
+        self._lock = threading.RLock()
+        self._begin_declarations()
+        self._order: dict[str, int] = dict(order or {})     # given, like ``remembered``: as a suspended session left it
+        self._async: bool = config.asynchronous
+        #: Whether some worker's process has been in an earlier job, so that workers may have kept different things from there.
+        self.continued = again
+        self._joining = Joining()
+        self._link: Link | None = None
+        self._near = Neighbourhood(config)
+        tensors = self._tensors      # knowing the session itself it would keep it alive
+        self.compressing = Compressing(config, self._near, lambda name: tensors[name].tensor if name in tensors else None, remembered)
+        self.devices = Devices(config, self._near, self._gpu_failed)
+        self._closed = False
+        self._leaving = False
+        self._failure = ""
+        self._broken: tuple[float, str] | None = None
+        self._speedometer = Speedometer()
+        self._endpoint: Any
+        self._core: Core
+        self.reporter = Reporter(config, "worker", self.rank, own_host(config) if config.distributed else "")
+        if config.distributed:
+            require_descriptors("worker")
+            keep_memory(config.keep_memory)
+            self._join()
+        else:
+            self._endpoint = LoopbackEndpoint()
+            self._core = Core(self._endpoint, rank=0, job=0, lanes=(), credit=0, spin_us=0, telemetry=config.telemetry)
+            self.devices.core = self.compressing.core = self._core
+
+    # ---- coming together
+
+    def _join(self) -> None:
+        link = Link(self.config)
+        try:
+            with self._near.kernels_loading():
+                self._introduced = True
+                welcome = link.join("worker", self.rank, own_host(self.config), [], self.continued)
+            self._names, self.continued = welcome["names"], welcome["again"]
+            self._open(welcome, link)
+            watched = (self._endpoint.watch(), self._look_for_broken) if self._near.has_lanes else None
+            keep_from_children([link.address, *(address for _, address in self._lanes)])
+            self._greet(link)
+            self._link = link
+            self._core.start()
+            self.reporter.attach(link.send, lambda: {**self._core.counters(), **self._core.gauges()}, welcome["job"])
+            link.start(self._handle, lost=self._peer_lost, tick=self._tick, watch=watched)
+        except BaseException as e:
+            if isinstance(e, Exception):     # the others shall hear the cause, not only of our end
+                link.give_up(str(e) if isinstance(e, errors.BpsxError) else f"cannot start: {errors.in_short(e)}")
+            for name in ("_core", "_endpoint", "_near"):    # as far as it came
+                if hasattr(self, name):
+                    getattr(self, name).close()
+            link.stop()
+            raise
+
+    def _open(self, welcome: dict[str, Any], link: Link) -> None:
+        """Endpoint and core, and before them the meeting with this machine's other processes."""
+        config, job, near = self.config, welcome["job"], self._near
+        self.job: int = job
+        self._lanes = [(server, a) for server, addresses in enumerate(welcome["lanes"]) for a in addresses] if near.has_lanes else []
+        self._endpoint = near.open_endpoint()
+        near.meet(job, self._endpoint.wake_descriptor, lambda: self._hear_of_a_loss(link))
+        if near.has_lanes:
+            self._endpoint.join(job, near.sender)
+        if self._lanes:
+            connect_lanes(f"worker {self.rank}", [(self._lane_name(i), a) for i, (_, a) in enumerate(self._lanes)], self._endpoint.connect)
+        beside = {server for server, address in dict(self._lanes).items() if is_here(address)}       # one lane says it for all of a server
+        self._core = Core(self._endpoint, rank=near.sender, job=job, lanes=[server for server, _ in self._lanes], beside=beside,
+                          spin_us=config.spin_us, credit=config.scheduling_credit * whole_pages(config.partition_bytes),
+                          ahead_ms=config.send_ahead_ms, machine=near.machine, telemetry=config.telemetry, watch=self.reporter.watchers[0])
+        self.devices.core = self.compressing.core = self._core
+
+    def _hear_of_a_loss(self, link: Link) -> None:
+        """Somebody may die while the job comes together. Raises :class:`~bpsx.errors.RendezvousError`."""
+        message = link.news()
+        if message is not None and message["type"] == "LOST":
+            raise errors.RendezvousError(f"worker {self.rank}: {message['text']}")
+
+    def _greet(self, link: Link) -> None:
+        """Make sure that every lane can be reached, listening to the scheduler meanwhile: somebody may die right now."""
+        lanes = [(self._lane_name(i), address) for i, (_, address) in enumerate(self._lanes)]
+        addresses, secret = [address for _, address in self._lanes], self.config.secret_bytes
+
+        def broken() -> str:
+            self._look_for_broken()
+            late = self._broken is not None and time.monotonic() - self._broken[0] >= VERDICT_SECONDS
+            return self._broken[1] if self._broken is not None and late else ""
+
+        greet_lanes(f"worker {self.rank}", lanes, lambda: self._core.greet(0.5, addresses, secret), broken, lambda: self._hear_of_a_loss(link),
+                    self.config.rendezvous_timeout)
+        connections.info("connected to %s", ", ".join(name for name, _ in lanes))
+
+    def _lane_name(self, lane: int) -> str:
+        server, address = self._lanes[lane]
+        return f"{self._names['server'][server]} at {address}"
+
+    # ---- what the scheduler says (control thread)
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        kind = message["type"]
+        if kind == "PLACED":
+            self._placed(message["name"], message["generation"], message["places"])
+        elif kind == "FAILED":
+            for name, generation in message["tensors"]:
+                self._fail_declaration(name, generation, message["status"], message["text"])
+            self._say_heard()
+        elif kind == "RESET":
+            self._reset(message["epoch"], message["status"], message["text"])
+            self._say_heard()
+        elif kind in ("ALL_JOINED", "UNJOINED"):
+            self.devices.rest(kind == "UNJOINED")
+            if kind == "ALL_JOINED":
+                self._calls = 0     # who joined first has asked for fewer
+            self._joining.hear(message)
+        elif kind == "WARN":
+            log.warning("%s", message["text"])
+        elif kind == "LOST":
+            self._peer_lost(message["text"], message.get("status", -1))
+        elif kind == "ADOPT":
+            self._adopt(message)
+        elif self._near.hear(message):
+            self._core.look()
+            if kind == "CLEAR" and self._link is not None:
+                self._link.send("CLEARED", generation=message["generation"])
+        else:
+            self.reporter.handle(message)
+
+    def _say_heard(self) -> None:
+        """Workers that want to leave wait until all have heard of an error."""
+        if self._link is not None:
+            self._link.send("HEARD")
+
+    def _peer_lost(self, text: str, status: int = -1) -> None:
+        """The job is over: everything under way and everything to come fails."""
+        if self._leaving or self._failure:
+            return
+        self._failure = text
+        log.error("%s", text)
+        self._core.fail(status, text)
+        if lost := self._core.cut_off():
+            log.error("%d results had not come on the GPU, and are NaN (integers: all bits set): %s", len(lost), ", ".join(lost[:10]))
+        self._end_pending(status, text)
+        self._joining.stop()
+
+    def _gpu_failed(self, text: str) -> None:
+        """The machine's GPUs have not come together (thread bpsx-nccl): what needs them fails, here and, when we leave, elsewhere."""
+        self._core.fail(-13, text)
+        self._end_pending(-13, text)
+
+    def _look_for_broken(self) -> None:
+        for lane in self._endpoint.lost():
+            if self._broken is None:
+                where = self._lane_name(lane) if lane >= 0 else "a server"
+                connections.info("the connection to %s %s", where, "has ended" if self._leaving else "is gone")
+                self._broken = (time.monotonic(), f"{where} is gone: its connection broke")
+
+    def _tick(self) -> None:
+        """Once a second: a broken connection that the scheduler had no word about, what is waited for, what can be let go."""
+        if self._broken is None and self._core.mute >= 0:       # whoever watches connections knows as much, but where memory was short
+            self._broken = (time.monotonic(), f"{self._lane_name(self._core.mute)} is gone: nothing can be sent to it")
+        if self._broken is not None and not self._failure and time.monotonic() - self._broken[0] >= VERDICT_SECONDS:
+            self._peer_lost(self._broken[1])
+        if self._near.machine is not None and (self._near.machine.deserted or self._near.machine.collects):
+            # A neighbour may have posted before it heard, to an idle root that would never answer; or the root has, of what has failed here.
+            self._core.look()
+        self._core.reap()
+        self.compressing.check_told()
+        self.reporter.tick()
+        if self._link is not None:
+            self._report_waiting(min(1.0, self.config.stall_warn / 2))
+
+    # ---- the verbs
+
+    @property
+    def order(self) -> dict[str, int]:
+        """The index of every declared name."""
+        with self._lock:
+            return dict(self._order)
+
+    def declare(self, name: str, compression: Compression | None = None, anew: bool = False) -> int:
+        """The index of ``name`` in the order in which this worker first saw names; stable from then on.
+
+        ``compression``: how its sums travel from now on; the same on all workers, from the same push_pull on. None: as before. ``anew``: for an
+        optimizer, see :meth:`bpsx.compression.manager.Compressing.begin`.
+        Raises :class:`~bpsx.errors.ConfigError` for what is no name, and for compression in asynchronous training.
+        """
+        check_name(name, "declare")
+        if anew:
+            self.compressing.begin(name, compression)
+        with self._lock:
+            if compression is not None:
+                self.compressing.declare(name, compression)
+            return self._order.setdefault(name, len(self._order))
+
+    def push_pull(
+        self, name: str, source: View, target: View, *, average: bool, priority: int = 0, will_wait: bool = False,
+        rate: float = -1.0, result: object = None,
+    ) -> Handle:
+        """Sum (or average) ``source`` over all workers into ``target``; they may be the same memory.
+
+        Returns at once. Larger ``priority`` is more urgent. ``will_wait``: the caller waits right away, and so drives the exchange itself.
+        ``rate``: the learning rate, for names whose compression has ef="corrected".
+        Raises :class:`~bpsx.errors.ConfigError` for a dtype that cannot be summed.
+        """
+        try:
+            if source.shape != target.shape or source.dtype != target.dtype:
+                raise errors.ConfigError(f"{name!r}: input is {source.dtype} {source.shape}, output {target.dtype} {target.shape}: must be alike")
+            dtype = BY_NAME.get(source.dtype) or dtype_named(source.dtype, repr(name))
+            place = None if source.gpu < 0 and target.gpu < 0 else self.devices.place(name, source, target)
+        except BaseException:
+            self._refuse(name)
+            raise
+        return self._submit(
+            name, source.shape, dtype.code, source.nbytes, (source.address, source.nbytes),
+            (target.address, target.nbytes), divisor=self.size if average else 1, priority=priority, will_wait=will_wait, rate=rate,
+            owner=(source.owner, target.owner), result=result, on=place)
+
+    def push_pull_all(self, items: list[Item], gpu: int, streams: Streams, stream: int, *, average: bool) -> None:
+        """As :meth:`push_pull` of each, in place, all on a GPU and made by ``stream`` of CUDA's: for many, at a fraction of its costs. ``streams``:
+        gives the stream of who waits.
+
+        Begins those that it can: they have their handles then, and the others what :meth:`push_pull` would raise. Raises what concerns all.
+        """
+        self._threads.add(threading.get_ident())
+        try:
+            on = self.devices.place_on(items[0].name, gpu, streams, stream)
+        except BaseException:
+            for item in items:
+                self._refuse(item.name)
+            raise
+        divisor = self.size if average else 1
+        quick = not (self.compressing.any or self._async or self._joining.active)       # those known need no word of ours
+        self._core.submit_all(items, self._tensors if quick else {}, FLOAT_CODES, divisor, on)
+        for item in items:
+            if item.begun is not None:
+                self._calls += 1
+            else:
+                item.begun = self._begin(item, divisor, on)
+
+    def push_pull_known(self, item: Item, average: bool) -> bool:
+        """As :meth:`push_pull`, in place, of a tensor on the host that has been summed before as what it
+        is: for many small ones, at a fraction of its costs. The item has its handle then.
+
+        False, and nothing done, if :meth:`push_pull` has to be called: names, element types, compression
+        or join() ask for more.
+        """
+        if self.compressing.any or self._async or self._joining.active:
+            return False
+        self._threads.add(threading.get_ident())
+        self._calls += 1
+        if self._core.submit_known(item, self._tensors, FLOAT_CODES, self.size if average else 1):
+            return True
+        self._calls -= 1
+        return False
+
+    def _begin(self, item: Item, divisor: int, on: OnGpu) -> Handle | Exception:
+        where = (item.address, item.nbytes)
+        try:
+            handle = self._submit(item.name, item.shape, BY_NAME[item.dtype].code, item.nbytes, where, where, divisor=divisor,
+                                  priority=item.priority, will_wait=False, owner=item.owner, result=None, on=on)
+        except Exception as e:
+            return e.with_traceback(None)
+        handle.by_stream = True
+        return handle
+
+    def broadcast(self, name: str, view: View, root: int, *, result: object = None, asynchronous: bool | None = None) -> Handle:
+        """Overwrite ``view`` on all workers with what it holds on worker ``root``. Returns at once.
+
+        Raises :class:`~bpsx.errors.ConfigError` for a root that does not exist.
+        """
+        try:
+            if not 0 <= root < self.size:
+                raise errors.ConfigError(f"{name!r}: root rank {root}; allowed are 0 to {self.size - 1}")
+            dtype, on = dtype_named(view.dtype, repr(name)), self.devices.place(name, view, view)
+        except BaseException:
+            self._refuse(name)
+            raise
+        place = (view.address, view.nbytes)
+        return self._submit(
+            name, view.shape, dtype.code, view.nbytes, place if root == self.rank else None, place, divisor=root, broadcast=True, priority=0,
+            will_wait=False, owner=view.owner, result=result, on=on, asynchronous=asynchronous)
+
+    def barrier(self) -> None:
+        """Wait until every worker has called this as often as this worker has."""
+        self._submit(BARRIER, (), 5, 0, (0, 0), (0, 0), divisor=1, priority=2**30, will_wait=True, owner=None, result=None,
+                     asynchronous=False).wait()
+
+    def join(self) -> int:
+        """See :func:`bpsx.join`."""
+        if self._link is None:
+            return self.rank
+        self.devices.rest(True)
+        self._core.asking.everything_ns = monotonic_ns()    # what is under way is waited for
+        try:
+            last = self._joining.run(self._unfinished, self._core.settle, self._link.send)
+        finally:
+            self._core.asking.everything_ns = 0
+        if last < 0:
+            self.barrier()      # raises what has ended the job
+        return last
+
+    def _submit(
+        self, name: str, shape: tuple[int, ...], dtype: int, nbytes: int, source: Any, target: Any, *, divisor: int, priority: int,
+        will_wait: bool, owner: object, result: object, broadcast: bool = False, asynchronous: bool | None = None, rate: float = -1.0,
+        on: OnGpu | None = None,
+    ) -> Handle:
+        """The one way in. ``source`` and ``target`` are what :meth:`Core.prepare` takes; ``asynchronous`` by default if the job is."""
+        self._joining.check(name)
+        self._threads.add(threading.get_ident())
+        self._calls += 1
+        mine.asked += 1
+        try:
+            asynchronous = self._async if asynchronous is None else asynchronous
+            codec = None if broadcast else self.compressing.of(name, dtype, nbytes)
+            if codec is not None and codec.ef == "corrected" and not 0 <= rate < float("inf"):
+                raise errors.ConfigError(f"{name!r}: ef='corrected' needs the learning rate of each push_pull, a number from 0, not {rate!r}")
+            if not broadcast and self.compressing.any:
+                source, owner, on = self.compressing.with_momentum(name, dtype, nbytes, codec, source, owner, on)
+            if divisor > 1 and not broadcast and BY_CODE[dtype].integer:
+                self.devices.check_average(name, dtype, divisor, on)
+            declared = self._tensors.get(name)
+            tensor = None if declared is None else declared.now(shape, dtype, codec)
+            if declared is not None and tensor is not None:
+                declared.uses += 1
+                return self._core.submit(tensor, source, target, divisor=divisor, broadcast=broadcast, asynchronous=asynchronous,
+                                         priority=priority, will_wait=will_wait, rate=rate, owner=owner, result=result, on=on)
+            check_new(name, nbytes, self.config.partition_bytes)
+            if codec is not None:
+                self.compressing.check(name, dtype, nbytes, codec)
+            handle = self._core.prepare(name, nbytes, source, target, divisor=divisor, broadcast=broadcast, asynchronous=asynchronous,
+                                        priority=priority, rate=rate, owner=owner, result=result, on=on)
+            if self._link is None:
+                begin = monotonic_ns()
+                self._core.copy_through(handle, nbytes)     # a single worker: the sum is what it pushed
+                self.reporter.copied(name, begin, nbytes)
+                return handle
+            with self._lock:
+                self._first_sight(handle, name, shape, dtype, nbytes, codec)
+            return handle
+        except BaseException:
+            self._renew(name)
+            raise
+
+    def _refuse(self, name: str) -> None:
+        """A push_pull of ``name`` has been refused before :meth:`_submit`."""
+        if not self._joining.active:
+            self._calls += 1
+            mine.asked += 1
+            self._renew(name)
+
+    def speed(self) -> Speed:
+        """Since the last call, per second in which anything was under way; zeros without telemetry."""
+        return self._speedometer.read(self._core.counters()) if self.config.telemetry else Speed(0.0, 0.0)
+
+    def counters(self) -> dict[str, int]:
+        """What has been moved since init: see :meth:`bpsx._core.Core.counters`."""
+        return dict(self._core.counters())
+
+    @property
+    def failure(self) -> str:
+        """Why the job has failed, or an empty string."""
+        return self._failure
+
+    @property
+    def told(self) -> bool:
+        """Whether an exception has told the script of a failure."""
+        return bool(self._core.told)
+
+    # ---- going
+
+    def close(self, failure: str = "", waited: float = 0.0) -> None:
+        """Leave the job: wait for what is under way, say goodbye, free everything. Idempotent.
+
+        ``failure``: why this worker ends with work undone; the others are told. ``waited``: how many seconds of ``BPSX_SHUTDOWN_TIMEOUT`` are over.
+        Does not raise.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._joining.stop()
+        self._core.asking.everything_ns = monotonic_ns()
+        try:
+            self._take_leave(failure, self.config.shutdown_timeout - waited)
+        finally:
+            self.reporter.close()
+            self._end_pending(-6, "bpsx was shut down while this was under way")
+            self._core.close()
+            if self._link is not None:
+                self._link.stop()
+            self._endpoint.close()
+            self._core.reap()
+            self.devices.close()
+            self._near.close()
+
+    def _take_leave(self, failure: str, patience: float) -> None:
+        """Wait for what is under way and tell the scheduler how it ended."""
+        end = time.monotonic() + patience
+        while not (failure or self._failure or self._core.failed) and self._unfinished() and time.monotonic() < end:
+            self._core.settle(0.05)
+        failure = failure or self._failure or self._core.failed
+        if not failure and self._unfinished():
+            failure = f"left with {self._unfinished()} push_pulls under way"
+        self._leaving = True
+        self._failure = failure
+        if self._link is not None and not self._link.leave(failure, self.config.shutdown_timeout):
+            log.warning("the scheduler did not answer the goodbye within %g s", self.config.shutdown_timeout)
+
+    def _unfinished(self) -> int:
+        return int(self._core.unsettled) + sum(len(d.pending) for d in list(self._declared.values()))

@@ -1,0 +1,1 @@
+"""The operating system: hosts, processes, logs."""

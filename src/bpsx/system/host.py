@@ -1,0 +1,172 @@
+"""This machine: which address is ours, and how its malloc shall behave."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import logging
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from bpsx import errors
+from bpsx.config import Config, runtime_dir
+from bpsx.secret import HOW_TO
+from bpsx.system.address import interface_address, is_ipv6, is_loopback, own_address_towards, resolve
+
+#: Descriptors that a worker or a server of a small job opens, as counted, and a few to spare.
+_LEAST_DESCRIPTORS = 32
+log = logging.getLogger("bpsx.system.host")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+def scheduler_address(config: Config) -> str:
+    """The scheduler's address as a number. A name that does not resolve yet, as of a pod that is still starting, is tried until the
+    rendezvous deadline; then :class:`~bpsx.errors.RendezvousError`."""
+    now = time.monotonic()
+    end, report = now + config.rendezvous_timeout, now + 5
+    while True:
+        try:
+            address = resolve(config.root_uri, config.root_port)
+            require_trust(config, address)
+            return address
+        except OSError as e:
+            if time.monotonic() + 1 >= end:
+                raise errors.RendezvousError(f"DMLC_PS_ROOT_URI={config.root_uri!r}: cannot resolve the scheduler's address: {e}") from e
+            if time.monotonic() >= report:
+                report = time.monotonic() + 10
+                log.warning("DMLC_PS_ROOT_URI=%s: cannot resolve the scheduler's address yet: %s", config.root_uri, e)
+        time.sleep(1)
+
+
+def own_host(config: Config) -> str:
+    """The address to listen on and to be known by: named, or of the named interface, or the one that faces the scheduler."""
+    if config.node_host:
+        if config.root_uri and is_loopback(config.node_host) and not is_loopback(config.root_uri):
+            log.warning("DMLC_NODE_HOST=%s is loopback, but the scheduler %s is not: other machines cannot reach this one",
+                        config.node_host, config.root_uri)
+        return str(config.node_host)
+    try:
+        if config.interface:
+            return interface_address(config.interface, bool(config.root_uri) and is_ipv6(scheduler_address(config)))
+        return own_address_towards(scheduler_address(config), config.root_port)
+    except errors.RendezvousError:
+        raise
+    except OSError as e:
+        raise errors.ConfigError(f"cannot tell the own address (DMLC_INTERFACE={config.interface!r}, scheduler {config.root_uri}): {e}; "
+                                 "set DMLC_NODE_HOST") from e
+
+
+def machine() -> str:
+    """What processes have in common that can sum in shared memory: the booted system, the network
+    namespace and the folder in which they meet. Raises :class:`~bpsx.errors.ConfigError`."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        network = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        boot, network = os.uname().nodename, 0
+    folder = os.stat(runtime_dir())
+    return f"{boot} {network} {folder.st_dev} {folder.st_ino}"
+
+
+def require_trust(config: Config, address: str) -> None:
+    """Refuse a job at ``address`` that others than this machine can reach and that has no secret. Raises :class:`~bpsx.errors.ConfigError`.
+
+    With ``BPSX_INSECURE=1`` it is a warning."""
+    if config.secret_bytes or is_loopback(address):
+        return
+    if not config.insecure:
+        raise errors.ConfigError(f"this {config.role} uses {address}, which others than this machine can reach, and the job has no secret: set "
+                                 f"BPSX_SECRET, the same for all processes of the job, or BPSX_SECRET_FILE ({HOW_TO}), or BPSX_INSECURE=1 if "
+                                 "everybody on the network is trusted")
+    log.warning("this %s uses %s without a job secret (BPSX_INSECURE=1): whoever can reach it can read and change the training", config.role, address)
+
+
+def allow_descriptors() -> None:
+    """Let this process have as many connections as the system allows at all."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+#: Signals that only a script gives a meaning to, as a batch system's warning does.
+SCRIPT_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def heed_signals(role: str, end: Callable[[signal.Signals], None], serving: Callable[[], bool], grace: float) -> None:
+    """Decide what signals do to a scheduler or a server, which workers may still need. For the main thread.
+
+    SIGINT calls ``end``, unless our caller ignores it. So does SIGTERM, at once unless ``serving()``, else after ``grace`` seconds or
+    with the second one: a batch system sends it to every process of a job, and workers save then.
+    SIGHUP, SIGUSR1 and SIGUSR2 are for scripts and do nothing here. ``end`` runs in a signal handler.
+    """
+    waiting = False
+
+    def at(number: int, _: FrameType | None) -> None:
+        nonlocal waiting
+        if number == signal.SIGTERM and not waiting and grace and serving():
+            waiting = True
+            signal.setitimer(signal.ITIMER_REAL, grace)
+            # Not the log: this may have interrupted it.
+            os.write(2, f"bpsx {role}: got SIGTERM: serves workers for {grace:g} s more (BPSX_TERM_GRACE); "
+                        "a second SIGTERM ends it now\n".encode())
+        else:
+            end(signal.SIGTERM if number == signal.SIGALRM else signal.Signals(number))
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+        # Scripts ignore SIGINT for their background jobs.
+        if number != signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, at)
+    for number in SCRIPT_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SCRIPT_SIGNALS)     # who started us may have blocked them until now
+
+
+def require_descriptors(role: str) -> None:
+    """Raise :class:`~bpsx.errors.ConfigError` unless this process may open the files and connections that ``role`` needs at the least.
+
+    Libraries that run out of them abort, hang, or fail far from the cause.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return
+    try:
+        taken = len(os.listdir("/proc/self/fd"))
+    except OSError:         # there is not even one left, or no /proc
+        taken = limit if limit < _LEAST_DESCRIPTORS else 0
+    if taken + _LEAST_DESCRIPTORS > limit:
+        raise errors.ConfigError(f"this {role} may have {limit} open files and connections (ulimit -n), has {taken}, and needs at least "
+                                 f"{_LEAST_DESCRIPTORS} more, one for each peer besides: raise the limit, for example ulimit -n 1024")
+
+
+@functools.cache
+def _mallopt() -> Any:
+    """glibc's function, or None. Looked up once: every look-up leaves some memory behind."""
+    return getattr(ctypes.CDLL(None), "mallopt", None)
+
+
+def hold(lifeline: int, orphaned: Callable[[], None]) -> None:
+    """Call ``orphaned``, on a thread of its own, when the other end of the socket ``lifeline`` closes."""
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(lifeline, 1):
+                pass
+        orphaned()
+
+    threading.Thread(target=watch, name="bpsx-lifeline", daemon=True).start()
+
+
+def keep_memory(megabytes: int) -> None:
+    """Tell glibc's malloc to keep freed memory up to this much. Elsewhere nothing happens."""
+    mallopt = _mallopt()
+    if megabytes and mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, megabytes << 20)

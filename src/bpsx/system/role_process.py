@@ -1,0 +1,86 @@
+"""A job's scheduler and servers, started by its workers where no launcher has: as processes that end with the job.
+
+They end as all schedulers and servers do, when the job is over. Before it has begun, nobody would tell them that their worker is gone: so each holds
+one end of a pair of sockets, the lifeline, whose other end only that worker has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+from bpsx.config import child_environment
+from bpsx.errors import RendezvousError
+from bpsx.system.host import SCRIPT_SIGNALS
+
+#: Roles that are modules of ours: each has a ``__main__`` with ``main() -> int``.
+MODULES = {"scheduler": "bpsx.scheduler", "server": "bpsx.server"}
+
+
+def module_command(role: str) -> list[str]:
+    """The command that runs ``role``. ``-P``: the folder we happen to be in may hold a ``queue.py``."""
+    return [sys.executable, "-P", "-m", MODULES[role]]
+
+
+class Companions:
+    """The processes that this worker has started for its present job. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._lifelines: list[socket.socket] = []
+        os.register_at_fork(after_in_child=self._let_go)
+
+    def start_scheduler(self, host: str, environment: dict[str, str], timeout: float) -> int:
+        """Start a scheduler that listens on ``host``, with ``environment`` beside our own; returns its port.
+
+        Waits for the end of an earlier job's, which all workers have left. Raises :class:`~bpsx.errors.RendezvousError` if it does not listen
+        within ``timeout`` seconds.
+        """
+        for earlier in self._processes:     # BPSX_METRICS_PORT has to be free
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                earlier.wait(timeout)
+        process = self._start("scheduler", {**environment, "DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": "0"})
+        lifeline = self._lifelines[-1]
+        lifeline.settimeout(timeout)
+        try:
+            port = lifeline.recv(16)
+        except TimeoutError:
+            raise RendezvousError(f"the scheduler that this worker has started on {host} does not listen after {timeout:g} s") from None
+        if not port:
+            raise RendezvousError(f"the scheduler that this worker has started on {host} ended with status {process.wait()}; its output says why")
+        return int(port)
+
+    def start_server(self, environment: dict[str, str]) -> None:
+        """Start a server with ``environment`` beside our own."""
+        self._start("server", environment)
+
+    def _start(self, role: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        self._processes = [p for p in self._processes if p.poll() is None]      # reaps those of an earlier job
+        ours, theirs = socket.socketpair()
+        self._lifelines.append(ours)
+        with theirs:
+            # In a session of its own, so that a signal to the workers' process group leaves it the time to tell how the job has ended.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, SCRIPT_SIGNALS)     # until it ignores them
+            try:
+                process = subprocess.Popen(
+                    module_command(role), pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True,
+                    env=child_environment(**environment, DMLC_ROLE=role, BPSX_ANNOUNCE="0", BPSX_LIFELINE_FD=str(theirs.fileno())))
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._processes.append(process)
+        return process
+
+    def release(self) -> None:
+        """Cut the lifelines: what was started has a job that has begun, or will never have one. Not right after init: a server may be slower."""
+        for lifeline in self._lifelines:
+            lifeline.close()
+        self._lifelines = []
+
+    def _let_go(self) -> None:
+        """In a forked child: it must not hold a lifeline, and the processes are its siblings."""
+        self.release()
+        self._processes = []

@@ -1,0 +1,132 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+"""Reads what a core or a lane writes about itself: see ``core/trace/recorder.pxd``."""
+import threading
+
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.pycapsule cimport PyCapsule_New
+from libc.stdint cimport int64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport strncpy
+
+from bpsx.core.slab cimport drop_records
+from bpsx.system.sync cimport atomic_load, atomic_store, now_ns
+from bpsx.core.trace.recorder cimport BLOCK_RECORDS, LIVE, STAGE_NAME_BYTES, STAGE_NAMES, WINDOW, Block, Late, Named, Record, Watch
+
+
+def monotonic_ns() -> int:
+    """The clock of trace records."""
+    return now_ns()
+
+
+cdef class Watcher:
+    """One core's or lane's trace records, debug prints and statistics. Made before the core or lane, which writes; the methods read and may be
+    called from any thread."""
+    cdef Watch c
+    cdef object lock
+    cdef int64_t keys_seen      # Named *: the newest that `names` has returned
+
+    def __cinit__(self, str who, *, int workers=0, bint show_time=True, bint messages=False, bint keys=False, sample=None,
+                  window=None, stages=()):
+        """``who``: the process, for prints; ``workers``: a lane's; ``messages``, ``keys``: what to print; ``sample``: the key whose values are
+        printed, -1 for all; ``window``: (first, last) step to record; ``stages``: pairs (code, name)."""
+        self.lock = threading.Lock()
+        encoded = who.encode()
+        strncpy(self.c.who, encoded, sizeof(self.c.who) - 1)
+        for code, name in stages:
+            encoded = name.encode()
+            if 0 <= code < STAGE_NAMES:
+                strncpy(self.c.stages[<int>code], encoded, STAGE_NAME_BYTES - 1)
+        self.c.show_time = show_time
+        self.c.messages = messages
+        self.c.keys = keys
+        if sample is not None:
+            self.c.values = True
+            self.c.all_values = sample < 0
+            self.c.sample_key = 0 if sample < 0 else sample
+        if window is not None:
+            self.c.window = True
+            self.c.first, self.c.last = window
+        self.c.n_late = workers
+        self.c.late = <Late *>calloc(max(workers, 1), sizeof(Late))
+        if self.c.late == NULL:
+            raise MemoryError(f"no memory for {workers} workers")
+        self._look()
+
+    cdef void _look(self):
+        atomic_store(&self.c.on, self.c.window or self.c.live or self.c.messages or self.c.values)
+
+    def abi(self):
+        """A capsule named ``bpsx.Watch`` with the C struct, which this object owns."""
+        return PyCapsule_New(&self.c, b"bpsx.Watch", NULL)
+
+    def live(self, bint on) -> None:
+        """Begin or end to record every push_pull that starts from now on."""
+        atomic_store(&self.c.live, on)
+        self._look()
+
+    def close_window(self) -> None:
+        """No more steps of the window are wanted."""
+        self.c.window = False
+        self._look()
+
+    def take(self) -> bytes:
+        """The records that have been written since the last call, as they lie in memory: ``Record`` of ``core/trace/recorder.pxd``, 48 bytes each."""
+        cdef Block *b
+        cdef Block *following
+        cdef int64_t n
+        chunks = []
+        with self.lock:
+            while True:
+                b = <Block *>atomic_load(<int64_t *>&self.c.head)
+                if b == NULL:
+                    break
+                following = <Block *>atomic_load(&b.next)
+                n = atomic_load(&b.n)
+                if n > self.c.taken:
+                    chunks.append(PyBytes_FromStringAndSize(<char *>&b.records[self.c.taken], (n - self.c.taken) * sizeof(Record)))
+                    self.c.taken = n
+                if following == NULL:
+                    break
+                # The writer has left this block, and it did so full: nothing in it is unread.
+                self.c.taken = 0
+                atomic_store(<int64_t *>&self.c.head, <int64_t>following)
+                free(b)
+        return b"".join(chunks)
+
+    def names(self) -> list:
+        """Keys that a lane has seen since the last call: [(key, name, dtype code, bytes)]."""
+        cdef Named *n
+        cdef int64_t newest, seen
+        found = []
+        with self.lock:
+            newest = atomic_load(&self.c.named)
+            seen = self.keys_seen
+            self.keys_seen = newest
+            n = <Named *>newest
+            while n != NULL and <int64_t>n != seen:
+                found.append((n.key, n.name[:n.name_bytes].decode("utf-8", "replace"), n.dtype, n.nbytes))
+                n = n.next
+        return found
+
+    @property
+    def lost(self) -> int:
+        """Records for which there was no room."""
+        return self.c.lost
+
+    def stats(self) -> dict:
+        """A lane's statistics: bytes received and sent, rounds that are open, nanoseconds from first to last push of all rounds."""
+        return {"bytes_received": self.c.received, "bytes_sent": self.c.sent, "open_rounds": self.c.open_rounds, "waited_ns": self.c.waited_ns}
+
+    def late(self) -> list:
+        """By rank: (rounds in which this worker was the last to push, nanoseconds that they waited for it alone)."""
+        return [(self.c.late[i].rounds, self.c.late[i].ns) for i in range(<int>self.c.n_late)]
+
+    def __dealloc__(self):
+        cdef Block *b = self.c.head
+        cdef Block *following
+        while b != NULL:
+            following = <Block *>b.next
+            free(b)
+            b = following
+        drop_records(&self.c.slabs)
+        free(self.c.late)

@@ -1,0 +1,103 @@
+"""Asynchronous training of one optimizer: it steps on this worker's own gradients, and the change of the weights is what travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bpsx.plugin import adapter
+from bpsx.torch.broadcast import Overwriting
+from bpsx.torch.exchange import Exchange
+from bpsx.torch.exchange_round import ended, raise_first
+from bpsx.torch.ops import Handle, check_tensor, check_writable, mark_written, submit, summable
+
+PREFIX = "Async."
+
+
+class AsyncExchange(Exchange):
+    """Moves the weights of one optimizer. No hooks: backward is this worker's own affair.
+
+    The servers hold the weights. They begin as worker 0's at the first step, for which all workers wait; no later step waits for anybody.
+    """
+
+    asynchronous = True
+
+    def __init__(self, names: list[tuple[str, torch.Tensor]], passes: int, what: str,
+                 ordinal: int | None) -> None:
+        self._before: dict[int, torch.Tensor] = {}      # by parameter: its weights before the step, then what the step has added
+        self._seeded: set[int] = set()
+        self._session: object = None                    # in whose servers those are
+        self._waiting: list[Handle] = []                # not waited for yet: an interruption leaves some
+        super().__init__(names, None, passes, active=False, what=what, ordinal=ordinal)
+
+    def add(self, names: list[tuple[str, torch.Tensor]], attach: bool = True) -> None:
+        """Take charge of parameters, each less urgent than all before it."""
+        super().add(names, attach=False)
+        for managed in self._managed:
+            if managed.parameter.requires_grad:
+                what = f"parameter {managed.name!r}"
+                check_tensor(managed.parameter, what)
+                check_writable(managed.parameter, what)
+                summable(managed.parameter, what)
+            adapter.session().declare(PREFIX + managed.name)
+
+    def complete(self, discard: bool = False) -> None:
+        """Nothing: gradients are not exchanged."""
+
+    def step(self, base: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        """Let ``base`` step, push what that has added to each weight, and take what the servers have then. Raises the first failure, after
+        the last push has ended."""
+        self.owner.check_current()
+        self._finish([])
+        self._seed()
+        ours = [m for m in self._managed if m.parameter.requires_grad]
+        with torch.no_grad():
+            for managed in ours:
+                parameter = managed.parameter.detach()
+                before = self._before.get(id(managed.parameter))
+                if before is None or before.shape != parameter.shape or before.dtype != parameter.dtype:
+                    before = self._before[id(managed.parameter)] = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                before.copy_(parameter)
+        result = base(closure)
+        failures: list[Exception] = []
+        for managed in ours:
+            parameter = managed.parameter.detach()
+            change = self._before[id(managed.parameter)]
+            with torch.no_grad():
+                torch.sub(parameter, change, out=change)
+            try:
+                self._waiting.append(submit(change, parameter, PREFIX + managed.name, average=False, priority=managed.named.priority))
+            except Exception as e:
+                failures.append(e)
+        try:
+            self._finish(failures)
+        finally:
+            for managed in ours:
+                mark_written(managed.parameter)
+        return result
+
+    def _seed(self) -> None:
+        """Give the servers worker 0's weights, and every worker too. Only what is new since the last time."""
+        session = adapter.session()
+        if self._session is not session:    # after resume() the servers are others
+            self._session, self._seeded = session, set()
+        new = [m for m in self._managed if m.parameter.requires_grad and id(m.parameter) not in self._seeded]
+        failures: list[Exception] = []
+        for managed in new:
+            self._seeded.add(id(managed.parameter))
+            try:
+                self._waiting.append(Overwriting(managed.parameter, 0, PREFIX + managed.name, typed=True))
+            except Exception as e:
+                failures.append(e)
+        self._finish(failures)
+
+    def _finish(self, failures: list[Exception]) -> None:
+        """Wait for all that has been begun. Raises the first failure."""
+        while self._waiting:
+            failure = ended(self._waiting[0])
+            del self._waiting[0]
+            if failure is not None:
+                failures.append(failure)
+        raise_first(failures)

@@ -1,0 +1,57 @@
+"""How gradients begin their way."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from bpsx.plugin import adapter
+from bpsx.plugin.adapter import Item, Streams
+from bpsx.session.refusals import counted
+from bpsx.torch._gradients import Batch, Pushed, is_shared
+from bpsx.torch.compression import Compressor, NoneCompressor
+from bpsx.torch.ops import Handle, check_tensor, check_writable, submit
+from bpsx.torch.profiling import followed, followed_together, profiled
+
+
+class Named(NamedTuple):
+    """What a gradient is called: on the wire, and in messages. Larger ``priority`` goes first."""
+
+    wire: str
+    what: str
+    priority: int
+
+
+@counted("gradient", argument="named")
+def push(gradient: torch.Tensor, named: Named, average: bool, compression: type[Compressor] = NoneCompressor, rate: float = -1.0) -> Pushed:
+    """Begin to sum a gradient over all workers. Raises as :func:`bpsx.torch.ops.submit`, and for a tensor that cannot hold a result."""
+    check_tensor(gradient, named.what)
+    check_writable(gradient, named.what)
+    own = not is_shared(gradient)
+    plain = gradient.detach()       # ours: `grad.data` may be set to other memory meanwhile
+    wire, ctx = compression.compress(plain if own else plain.clone())
+    def begin() -> Handle:
+        return submit(wire, wire, named.wire, average=average, priority=named.priority, rate=rate)
+
+    return Pushed(gradient, ctx, own, followed(named.wire, gradient, begin) if profiled() else begin())
+
+
+def batch_of(average: bool) -> Batch:
+    """For one optimizer. ``average``: whether gradients become averages, or sums."""
+    def begin(items: list[Item], gpu: int, streams: Streams, stream: int) -> None:
+        def begin_all() -> None:
+            adapter.session().push_pull_all(items, gpu, streams, stream, average=average)
+
+        if profiled():
+            followed_together(items, begin_all)
+        else:
+            begin_all()
+
+    def begin_alone(gradient: torch.Tensor, named: Named) -> Pushed:
+        return push(gradient, named, average)
+
+    def begin_here(item: Item) -> bool:
+        return not profiled() and adapter.session().push_pull_known(item, average)
+
+    return Batch(begin, begin_alone, begin_here, lambda: adapter.session().devices.batch_bytes)

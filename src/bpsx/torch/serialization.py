@@ -1,0 +1,50 @@
+"""PyTorch's tensors in :mod:`bpsx.plugin.encoding`: put aside as they are, with all bytes as tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bpsx.plugin import encoding
+from bpsx.plugin.encoding import StateError
+from bpsx.torch.ops import check_tensor, dtype_name
+
+__all__ = ["Encoder", "StateError", "decode", "empty_for"]
+
+
+class Encoder(encoding.Encoder):
+    """Tensors are put aside, in :attr:`tensors`, and described in :attr:`described`; bytes as well."""
+
+    def __init__(self, verb: str = "broadcast_optimizer_state", exact: bool = False) -> None:
+        super().__init__(verb, exact)
+        self.tensors: list[torch.Tensor] = []
+        self.described: list[dict[str, Any]] = []
+
+    def _tensor(self, value: Any, where: str) -> int | None:
+        if type(value) is torch.Tensor or isinstance(value, torch.Tensor) and not self._exact:
+            return self._tensor_aside(value, where)
+        return None
+
+    def _put_aside(self, value: bytes | bytearray, where: str) -> int:
+        empty = torch.zeros(0, dtype=torch.uint8, device="cpu")
+        return self._tensor_aside(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else empty, where)
+
+    def _tensor_aside(self, tensor: torch.Tensor, where: str) -> int:
+        check_tensor(tensor, f"{self._verb}: {where}")
+        self.tensors.append(tensor)
+        self.described.append({"name": where, "dtype": dtype_name(tensor), "shape": list(tensor.shape)})
+        return len(self.tensors) - 1
+
+
+def decode(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The reverse of :meth:`Encoder.encode`."""
+    return encoding.decode(value, lambda i: tensors[i].numpy().tobytes(), lambda i: tensors[i])
+
+
+def empty_for(described: dict[str, Any]) -> torch.Tensor:
+    """Memory for a tensor that the sender has described."""
+    dtype = getattr(torch, described["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise StateError(f"a tensor of the unknown dtype {described['dtype'][:40]!r} has arrived")
+    return torch.zeros(described["shape"], dtype=dtype, device="cpu")

@@ -1,0 +1,1 @@
+"""The smallest complete transport, to be copied."""

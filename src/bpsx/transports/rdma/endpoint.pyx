@@ -1,0 +1,421 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+"""RDMA: reliable connections of an InfiniBand or RoCE adapter, driven by whoever drives the endpoint.
+
+A message is one RDMA WRITE with immediate into memory that the other end has registered, and is read where it lies: header and body arrive behind each
+other, and the immediate says where. Few bytes are sent in the request itself. How room is given out and comes back: ``connection.pxd``.
+
+Connections begin over TCP, with the greeting that ``listener.py`` checks, then both ends say where their queue pair and their inbox are. That connection
+stays: when the other process dies, it says so.
+"""
+import logging
+import struct
+import time
+
+cimport cython
+from libc.stddef cimport size_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from posix.unistd cimport close as close_descriptor
+from posix.unistd cimport getpid
+
+from bpsx.system.sync cimport atomic_store, lock, monitor_destroy, monitor_init, unlock
+from bpsx.transports.abi cimport Landing, Message, done_fn
+from bpsx.transports.rdma.receive cimport expect_one, take_all, take_waiting
+from bpsx.transports.tcp.connection cimport EPOLL_CTL_ADD, EPOLLIN, epoll_set
+from bpsx.transports.rdma.progress cimport from_one, is_busy, look, see_to, take_new
+from bpsx.transports.sockets.endpoint cimport GatedEndpoint
+from bpsx.transports.rdma.adapter cimport Adapter, Memory, Pair
+from bpsx.transports.sockets.peers cimport add_loss, forget_peers, free_aligned, ring, take_losses
+from bpsx.transports.rdma.connection cimport SMALL, TOKENS, Connection, Outgoing, State, let_go, lose, return_token, tell_done, wake_up
+from bpsx.transports.rdma.memory_region cimport Range, find_range, forget_registered, register_lent
+from bpsx.transports.rdma.allocator cimport units_free, units_init
+from bpsx.transports.rdma.verbs cimport ibv_wc_status_str
+from bpsx.transports.rdma.send cimport keep, post_message
+
+from bpsx.errors import TransportError
+from bpsx.transports.sockets import listener
+from bpsx.transports.rdma import gid as gids
+from bpsx.system.address import own_address_towards
+from bpsx.transports.rdma.adapter import PAIR, explain_refusal
+
+log = logging.getLogger("bpsx.connections")
+# Magic, the inbox's address, bytes and key, receive requests; then the queue pair.
+_OFFER = struct.Struct("<8sQQII")
+_MAGIC = b"bpsxrdm1"
+# How long a lane may be busy with other workers before it answers; how long what has been posted may take to arrive when an endpoint is closed.
+_ANSWER_SECONDS, _LAST_SECONDS = 60.0, 0.1
+
+cdef enum:
+    LOOK_EVERY = 256            # calls of recv, while there is always more: a connection may be gone
+    OUTBOX = 32 << 20
+    LEAST_INBOX = 1 << 20
+    MOST_INBOX_MIB = 1 << 16
+
+
+# ---- the data plane
+
+cdef void take_landing(State *s, Landing *out, const Landing *wanted) noexcept nogil:
+    """As the other end has to know it; none where the adapter does not reach it."""
+    cdef Range *lies = NULL
+    out.at = 0
+    if wanted == NULL or wanted.at == 0 or wanted.room > s.most_written:
+        return
+    out[0] = wanted[0]
+    if not wanted.remote:
+        lies = find_range(&s.memory, wanted.at, wanted.room)
+        if lies == NULL or lies.lent == NULL:
+            out.at = 0
+        else:
+            out.key = lies.lent.rkey
+
+
+cdef int rdma_send(
+    void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
+    void *body, size_t body_size, done_fn body_done, void *body_hint, const Landing *landing,
+) noexcept nogil:
+    cdef State *s = <State *>self
+    cdef Connection *c
+    cdef Outgoing o
+    cdef Outgoing *kept
+    cdef int rc = -1
+    take_new(s)
+    c = <Connection *>s.peers.at[peer] if peer < s.peers.n else NULL
+    o.next, o.head, o.head_size, o.head_done, o.head_hint = NULL, <char *>head, head_size, head_done, head_hint
+    o.body, o.body_size, o.body_done, o.body_hint, o.sent = <char *>body, body_size if body != NULL else 0, body_done, body_hint, 0
+    take_landing(s, &o.landing, landing)
+    if c != NULL and not c.dead:
+        rc = post_message(s, c, &o) if c.first == NULL else 0
+    if rc == 0:
+        kept = keep(&o)
+        if kept != NULL:
+            if c.first == NULL:
+                c.first = kept
+            else:
+                c.last.next = kept
+            c.last = kept
+            return 0
+        rc = -1
+    if rc < 0:
+        if c != NULL:
+            lose(s, c)          # before: of two requests the first may have been taken
+        tell_done(&o)
+    return 0 if rc > 0 else -1
+
+
+cdef void rdma_lend(void *self, uint32_t peer, void *at, uint64_t n) noexcept nogil:
+    cdef State *s = <State *>self
+    if not register_lent(&s.memory, <char *>at, n):
+        ring(&s.losses)         # who looks there says it
+
+
+cdef int rdma_receive(void *self, Message *m) noexcept nogil:
+    cdef State *s = <State *>self
+    cdef Connection *first
+    cdef Connection *c
+    take_new(s)
+    s.since += 1
+    if s.since >= LOOK_EVERY:
+        look(s, 0)
+    first = c = s.next_to_read if s.next_to_read != NULL else s.all
+    while c != NULL:
+        if (not c.dead or c.first_waiting != NULL) and from_one(s, c, m):
+            s.next_to_read = c.next
+            return 1
+        c = c.next if c.next != NULL else s.all
+        if c == first:
+            break
+    return 0
+
+
+cdef void rdma_release(void *self, Message *m) noexcept nogil:
+    if m.opaque[1]:
+        free_aligned(<void *>m.opaque[1])
+    else:
+        return_token(<Connection *>m.opaque[2], <uint32_t>m.opaque[0], m.head_size + m.body_size)
+
+
+cdef void rdma_wait(void *self, int timeout_ms) noexcept nogil:
+    cdef State *s = <State *>self
+    cdef Connection *c
+    cdef bint busy = False
+    take_new(s)
+    c = s.all
+    while c != NULL:            # all of them first: room in the outbox is everybody's
+        if not c.dead and take_all(s, c) < 0:
+            lose(s, c)
+        c = c.next
+    c = s.all
+    while c != NULL:
+        busy |= see_to(s, c)
+        c = c.next
+    busy |= s.woken
+    atomic_store(&s.parked, 1)
+    c = s.all
+    while c != NULL:
+        busy |= is_busy(s, c)
+        c = c.next
+    look(s, 0 if busy else timeout_ms)
+    atomic_store(&s.parked, 0)
+    s.woken = False
+    c = s.all
+    while c != NULL:
+        if c.ends and not c.dead and take_all(s, c) < 0:
+            lose(s, c)
+        c = c.next
+
+
+cdef void rdma_wake(void *self) noexcept nogil:
+    wake_up(<State *>self)
+
+
+# ---- the control plane
+
+@cython.no_gc_clear
+cdef class _Link:
+    """A connection, and what it holds of the adapter."""
+    cdef Pair pair
+    cdef Memory inbox           # and behind it the memory of the receive requests
+    cdef Connection *c
+
+    cdef close(self):
+        """The adapter uses it no more. The connection's books stay: messages may be released later."""
+        if self.pair is not None:
+            self.pair.close()
+        if self.inbox is not None:
+            self.inbox.close()
+
+    def __dealloc__(self):
+        cdef Message unread
+        if self.c != NULL:
+            while take_waiting(self.c, &unread):
+                rdma_release(self.c.state, &unread)
+            if self.c.fd >= 0:
+                close_descriptor(self.c.fd)
+            free(self.c.lent)
+            units_free(&self.c.there)
+            monitor_destroy(&self.c.monitor)
+            free(self.c)
+
+
+@cython.no_gc_clear
+cdef class RdmaEndpoint(GatedEndpoint):
+    """Connections over RDMA. See :mod:`bpsx.transports.base` for the contract.
+
+    ``depth``: receive requests of a connection; ``sends``: requests under way on it; ``inbox``: bytes that the other end can have written and that have
+    not been read; ``device``, ``gid_index``: see :func:`bpsx.transports.rdma.gid.choose`. Raises :class:`~bpsx.errors.TransportError` where there is no adapter.
+
+    Not thread-safe, except :meth:`wake`, :meth:`lost`, and :meth:`close` after the thread that drives it has stopped.
+    """
+    cdef State state
+    cdef long pid
+    cdef str device
+    cdef object gid_index
+    cdef uint32_t depth, sends
+    cdef uint64_t inbox
+    cdef Adapter adapter
+    cdef Memory outbox
+    cdef list links
+
+    def __cinit__(self, *, double heartbeat_interval, double heartbeat_timeout, bytes secret=b"", bint encrypt=False, int64_t most_bytes=-1,
+                  uint32_t depth=512, uint32_t sends=128, uint64_t inbox=64 << 20, str device="", object gid_index=None):
+        self.pid, self.secret, self.links = getpid(), secret, []
+        self.interval, self.timeout, self.device, self.gid_index = heartbeat_interval, heartbeat_timeout, device, gid_index
+        self.depth, self.sends, self.inbox = depth, sends, max(inbox, <uint64_t>LEAST_INBOX)
+        self._set_up(&self.state.epoll, &self.state.wake_fd, &self.state.losses, &self.state.malformed, &self.state.monitor, encrypt)
+        gids.ports()            # so that it is said at once when there is none
+        self.state.most_bytes = <uint64_t>most_bytes        # -1: any
+        self.table.self = &self.state
+        self.table.send, self.table.recv, self.table.release = rdma_send, rdma_receive, rdma_release
+        self.table.wait, self.table.wake, self.table.lend = rdma_wait, rdma_wake, rdma_lend
+
+    cdef _use_adapter(self, str host):
+        """The one for who has the address ``host``; once."""
+        cdef Adapter opened
+        if self.adapter is not None:
+            return
+        port, gid = gids.choose(host, self.device, self.gid_index)
+        opened = Adapter(port.adapter, port.number, gid.index, gid.value, port.ethernet)
+        log.info("RDMA: %s, GID %d (%s, %s)", port.name, gid.index, gid.address, gid.kind)
+        self.outbox = opened.new_memory(OUTBOX, False)
+        self.state.outbox, self.state.outbox_lkey = self.outbox.at, self.outbox.mr.lkey
+        self.state.channel = opened.channel
+        if opened.forks:
+            self.state.memory.pd = opened.pd
+        else:
+            log.info("%s: old kernel, and fork() was not prepared for in time: what stays where it is will be copied all the same", port.name)
+        self.state.most_written = min(opened.most_bytes, <uint64_t>1 << 31)
+        if self.state.here.taken == NULL and not units_init(&self.state.here, OUTBOX):
+            raise MemoryError("no memory for the books of the outbox")
+        if epoll_set(self.state.epoll, EPOLL_CTL_ADD, opened.channel.fd, EPOLLIN, &self.state) != 0:
+            raise OSError("epoll: cannot watch the adapter's completions")
+        self.adapter = opened
+
+    def bind(self, host: str, ports=()) -> str:
+        """Listen on ``host`` at the first free one of ``ports``, else at one that the system chooses; returns and stores ``host:port``."""
+        self._use_adapter(host)
+        return GatedEndpoint.bind(self, host, ports)
+
+    def connect(self, peer: int, address: str) -> None:
+        """Reach the lane at ``host:port`` as peer number ``peer`` from now on."""
+        cdef _Link link
+        made = None
+        host, _, port = address.rpartition(":")
+        try:
+            self._use_adapter(own_address_towards(host, int(port)))
+            link = self._new_link(peer)
+            # With the offer behind the greeting: whoever meets this worker need not wait for it.
+            made = listener.dial(address, self.secret, self.job, self.rank, more=self._offer(link))
+            self._accept(link, _hear(made, _ANSWER_SECONDS))
+        except (TransportError, MemoryError):
+            if made is not None:
+                made.close()
+            raise
+        except OSError as e:        # it has been there: whoever watches knows who it was, and that it is gone
+            log.warning("cannot connect to %s: %s", address, e)
+            if made is not None:
+                made.close()
+            else:
+                listener.require_presence(address, e)
+            add_loss(&self.state.losses, peer)
+            return
+        self._use(link, made)
+
+    def _take(self, made, rank: int) -> None:
+        """A lane's part, on the gate's thread."""
+        cdef _Link link
+        try:
+            said = _hear(made, listener.PATIENCE)
+            link = self._new_link(rank)
+            self._accept(link, said)
+            made.sendall(self._offer(link))
+        except (OSError, MemoryError) as e:     # TransportError is an OSError
+            log.warning("no RDMA connection with worker %d: %s", rank, e)
+            made.close()
+            add_loss(&self.state.losses, rank)
+            return
+        self._use(link, made)
+
+    cdef _Link _new_link(self, uint32_t peer):
+        cdef _Link link = _Link.__new__(_Link)
+        cdef Connection *c
+        link.inbox = self.adapter.new_memory(self.inbox + self.depth * SMALL, True)
+        link.pair = self.adapter.new_pair(self.sends, self.depth)
+        c = <Connection *>calloc(1, sizeof(Connection))
+        if c == NULL or monitor_init(&c.monitor) != 0:
+            free(c)
+            raise MemoryError("no memory for a connection")
+        link.c, c.fd = c, -1
+        c.lent = <uint8_t *>calloc(self.state.here.n, 1)
+        if c.lent == NULL:
+            raise MemoryError("no memory for a connection")
+        c.state, c.peer, c.fd, c.qp, c.cq, c.mapped = &self.state, peer, -1, link.pair.qp, link.pair.cq, True
+        c.inbox, c.inbox_bytes, c.small = link.inbox.at, self.inbox, link.inbox.at + self.inbox
+        c.small_lkey, c.depth, c.send_room, c.most_inline = link.inbox.mr.lkey, self.depth, self.sends, link.pair.most_inline
+        c.n_unused = TOKENS
+        for i in range(TOKENS):
+            c.unused[i] = <int>i
+        return link
+
+    cdef bytes _offer(self, _Link link):
+        return _OFFER.pack(_MAGIC, <uint64_t>link.inbox.at, self.inbox, link.inbox.mr.rkey, self.depth) + link.pair.describe()
+
+    cdef _accept(self, _Link link, bytes said):
+        cdef Connection *c = link.c
+        cdef uint64_t nbytes
+        cdef uint32_t i
+        magic, c.remote, nbytes, c.rkey, c.remote_depth = _OFFER.unpack_from(said)
+        if magic != _MAGIC or not LEAST_INBOX <= nbytes or nbytes >> 20 > MOST_INBOX_MIB or not 16 <= c.remote_depth <= 1 << 20:
+            raise TransportError("the other end speaks another version of this, or another protocol")
+        if not units_init(&c.there, nbytes):
+            raise MemoryError("no memory for the books of an inbox")
+        c.credits = c.remote_depth
+        link.pair.meet(said[_OFFER.size:])
+        for i in range(self.depth):
+            if not expect_one(c, i):
+                raise TransportError(f"{self.adapter.name}: receive request {i} of {self.depth} is refused: lower BYTEPS_RDMA_RX_DEPTH")
+
+    cdef _use(self, _Link link, object made):
+        """From now on. Any thread."""
+        cdef Connection *c = link.c
+        listener.prepare(made, self.interval, self.timeout)
+        c.fd = made.detach()
+        self.links.append(link)
+        lock(&self.state.monitor)
+        c.next, self.state.new = self.state.new, c
+        atomic_store(&self.state.n_new, 1)
+        unlock(&self.state.monitor)
+        wake_up(&self.state)
+
+    def lost(self) -> list:
+        """Peers whose connection has broken since the last call. Any thread."""
+        cdef Connection *c
+        found = take_losses(self.losses)
+        for peer in found:
+            c = self.state.all
+            while c != NULL:
+                if <long>c.peer == peer and c.why:
+                    log.warning("the RDMA connection with peer %d broke: %s", peer, ibv_wc_status_str(c.why).decode())
+                c = c.next
+        if self.state.memory.why:
+            log.warning("%s: %d KiB of memory that stays cannot be registered, so what lies there is copied: %s", self.adapter.name,
+                        self.state.memory.refused >> 10, explain_refusal(self.state.memory.why))
+            self.state.memory.why = 0
+        return found
+
+    @property
+    def copied(self) -> int:
+        """Bytes of messages' bodies that this end has copied, into registered memory or out of it; those of less than 256 bytes do not count."""
+        return self.state.copied
+
+    def close(self) -> None:
+        """Drop what is unsent, run every outstanding done callback, free everything. Idempotent. What has been posted is given a moment to arrive."""
+        cdef _Link link
+        if self.closed:
+            return
+        self.closed = True
+        if self.gate is not None:
+            self.gate.close()
+        if self.pid != getpid():        # a forked child has nothing of this but descriptors
+            return
+        take_new(&self.state)
+        end = time.monotonic() + _LAST_SECONDS
+        while not self._all_arrived() and time.monotonic() < end:
+            rdma_wait(&self.state, 1)
+        for link in self.links:
+            if not link.c.dead:
+                let_go(link.c)
+            lock(&link.c.monitor)
+            link.c.mapped = False       # messages that are released later are nobody's
+            unlock(&link.c.monitor)
+            close_descriptor(link.c.fd)
+            link.c.fd = -1
+            link.close()
+        forget_registered(&self.state.memory, True)
+        if self.outbox is not None:
+            self.outbox.close()
+        if self.adapter is not None:
+            self.adapter.close()
+        forget_peers(&self.state.peers)
+
+    cdef bint _all_arrived(self):
+        cdef _Link link
+        for link in self.links:
+            if not link.c.dead and not link.c.ends and link.c.first == NULL and link.c.send_room < self.sends:
+                return False
+        return True
+
+    def __dealloc__(self):
+        units_free(&self.state.here)
+        forget_registered(&self.state.memory, self.pid == getpid())
+
+
+def _hear(made, double seconds) -> bytes:
+    """The other end's offer. Raises OSError, also if it is not there in time."""
+    said, end = b"", time.monotonic() + seconds
+    while len(said) < _OFFER.size + PAIR.size:
+        made.settimeout(max(0.001, end - time.monotonic()))
+        got = made.recv(_OFFER.size + PAIR.size - len(said))
+        if not got:
+            raise ConnectionError("it has hung up: its own log says why")
+        said += got
+    return said

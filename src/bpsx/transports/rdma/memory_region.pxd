@@ -1,0 +1,83 @@
+# Which memory the adapter can reach: what it writes to of ours, and what others have lent the endpoint, each registered once. The driver's alone.
+from libc.errno cimport errno
+from libc.stdint cimport uint32_t, uint64_t
+from libc.stdlib cimport free, realloc
+from libc.string cimport memmove
+
+from bpsx.transports.rdma.verbs cimport ibv_dereg_mr, ibv_mr, ibv_pd, register_to_be_written
+
+cdef struct Range:
+    uint64_t begin
+    uint64_t end
+    uint32_t lkey               # for our side of a transfer
+    ibv_mr *lent                # NULL: an inbox of the endpoint's own
+
+cdef struct Registered:         # sorted; none overlaps another
+    Range *all
+    uint32_t n
+    uint32_t room
+    ibv_pd *pd                  # NULL: no adapter is open
+    uint64_t refused            # bytes that could not be registered: from then on what is lent is copied,
+    int why                     # ... and the errno, until somebody has read it
+
+
+cdef inline uint32_t first_behind(const Registered *r, uint64_t at) noexcept nogil:
+    """The first range that ends behind `at`; `n`: there is none."""
+    cdef uint32_t low = 0, high = r.n, middle
+    while low < high:
+        middle = (low + high) // 2
+        if r.all[middle].end <= at:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+cdef inline Range *find_range(const Registered *r, uint64_t at, uint64_t n) noexcept nogil:
+    """What so many bytes there lie in; NULL: they are not registered."""
+    cdef uint32_t i = first_behind(r, at)
+    if i == r.n or r.all[i].begin > at or r.all[i].end - at < n:
+        return NULL
+    return &r.all[i]
+
+
+cdef inline bint add_range(Registered *r, uint64_t begin, uint64_t n, uint32_t lkey, ibv_mr *lent) noexcept nogil:
+    """False: there is no memory for it, or a part of it is there already. What lies there is copied, then."""
+    cdef uint32_t at = first_behind(r, begin), wanted = max(16u, 2 * r.room)
+    cdef Range *grown
+    if at < r.n and r.all[at].begin < begin + n:
+        return False
+    if r.n == r.room:
+        grown = <Range *>realloc(r.all, wanted * sizeof(Range))
+        if grown == NULL:
+            return False
+        r.all, r.room = grown, wanted
+    memmove(&r.all[at + 1], &r.all[at], (r.n - at) * sizeof(Range))
+    r.all[at].begin, r.all[at].end, r.all[at].lkey, r.all[at].lent = begin, begin + n, lkey, lent
+    r.n += 1
+    return True
+
+
+cdef inline bint register_lent(Registered *r, char *at, uint64_t n) noexcept nogil:
+    """Register it, unless it is. False: the adapter refuses, and somebody should say so."""
+    cdef uint32_t known = first_behind(r, <uint64_t>at)
+    cdef ibv_mr *mr
+    if r.pd == NULL or r.refused or n == 0 or known < r.n and r.all[known].begin < <uint64_t>at + n:
+        return True
+    mr = register_to_be_written(r.pd, at, n)
+    if mr == NULL:
+        r.why, r.refused = errno, n
+        return False
+    if not add_range(r, <uint64_t>at, n, mr.lkey, mr):
+        ibv_dereg_mr(mr)
+    return True
+
+
+cdef inline void forget_registered(Registered *r, bint ours) noexcept nogil:
+    """Once no queue pair is left. ``ours``: else the process is a forked child, and has nothing of the adapter."""
+    cdef uint32_t i
+    for i in range(r.n if ours else 0):
+        if r.all[i].lent != NULL:
+            ibv_dereg_mr(r.all[i].lent)
+    free(r.all)
+    r.all, r.n, r.room, r.pd = NULL, 0, 0, NULL

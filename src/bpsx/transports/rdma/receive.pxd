@@ -1,0 +1,201 @@
+# What a connection over RDMA is told: completions, one after the other. A whole message is read where it lies.
+from libc.stdint cimport uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy
+
+from bpsx.system.sync cimport atomic_add
+from bpsx.transports.abi cimport Message
+from bpsx.transports.sockets.peers cimport aligned
+from bpsx.transports.rdma.connection cimport (
+    EXPECTED, FROM_UNIT, HEAD_ROOM, LANDED, MOST_HEAD, NO_TOKEN, PIECE, POLLED, RETURNED, RETURNS, SMALL, TOKENS, WHOLE, Connection, Prefix, State, Waiting,
+    before_body, complete, return_token, take_back, take_unit_back,
+)
+from bpsx.transports.rdma.memory_region cimport Range, find_range
+from bpsx.transports.rdma.allocator cimport UNIT
+from bpsx.transports.rdma.verbs cimport IBV_WC_RECV_RDMA_WITH_IMM, expect, ibv_poll_cq, ibv_sge, ibv_wc, immediate
+
+
+cdef inline bint expect_one(Connection *c, uint32_t which) noexcept nogil:
+    """Post a receive request, the one of that number."""
+    cdef ibv_sge piece
+    piece.addr, piece.length, piece.lkey = <uint64_t>(c.small + which * SMALL), SMALL, c.small_lkey
+    return expect(c.qp, EXPECTED | which, &piece) == 0
+
+
+cdef enum:
+    MOST_BODY_GIB = 1024
+
+
+cdef inline bint is_lent(State *s, uint64_t at, uint64_t n) noexcept nogil:
+    cdef Range *lies = find_range(&s.memory, at, n)
+    return lies != NULL and lies.lent != NULL
+
+
+cdef inline bint makes_sense(State *s, Connection *c, Prefix *p, uint64_t room) noexcept nogil:
+    """``room``: bytes behind the prefix in which the message must lie."""
+    if p.head_size > MOST_HEAD or p.has_body > 1 or p.body_size > s.most_bytes or p.body_size >> 30 > MOST_BODY_GIB:
+        return False
+    if (p.body_size and not p.has_body) or p.n_returned > RETURNED or p.credits > c.remote_depth - c.credits:
+        return False
+    if p.kind == RETURNS:
+        return True
+    if p.kind == LANDED:    # in what has been lent
+        return p.token == NO_TOKEN and p.has_body and p.head_size <= room and is_lent(s, p.begin, p.body_size)
+    if p.kind == WHOLE:     # a small one has its body right behind its head
+        return (p.head_size + p.body_size if p.token == NO_TOKEN else before_body(p.head_size) - sizeof(Prefix) + p.body_size) <= room
+    return p.kind == PIECE and p.token < TOKENS and p.length <= room and p.begin + p.length <= p.head_size + p.body_size and p.length > 0
+
+
+cdef inline void fill(Connection *c, Message *m, Prefix *p, char *head, char *body, char *block) noexcept nogil:
+    m.peer, m.head, m.head_size, m.has_body, m.body_size = c.peer, head, p.head_size, p.has_body, p.body_size
+    m.body = body if p.has_body else NULL
+    m.opaque[0], m.opaque[1], m.opaque[2] = p.token, <uint64_t>block, <uint64_t>c
+    m.landing.at, m.landing.room, m.landing.key, m.landing.remote = p.begin if p.kind == WHOLE else 0, p.length, p.rkey, True
+
+
+cdef inline int take_copy(Connection *c, Message *m, Prefix *p, char *head, char *body) noexcept nogil:
+    """Into memory of its own."""
+    cdef uint64_t begin = before_body(p.head_size) - sizeof(Prefix)
+    cdef char *block = <char *>aligned(begin + p.body_size + HEAD_ROOM)
+    if block == NULL:
+        return -1
+    memcpy(block, head, p.head_size)
+    if p.body_size:
+        memcpy(block + begin, body, p.body_size)
+        c.state.copied += p.body_size
+    fill(c, m, p, block, block + begin, block)
+    return 1
+
+
+cdef inline int take_landed(Connection *c, Message *m, Prefix *p, char *head) noexcept nogil:
+    cdef char *block = <char *>aligned(p.head_size)
+    if block == NULL:
+        return -1
+    memcpy(block, head, p.head_size)
+    fill(c, m, p, block, <char *>p.begin, block)
+    return 1
+
+
+cdef inline int take_piece(Connection *c, Message *m, Prefix *p, char *at) noexcept nogil:
+    """1: the message is whole now; 0: not yet; -1: it makes no sense here."""
+    cdef uint64_t begin = before_body(p.head_size) - sizeof(Prefix)
+    cdef uint64_t of_head
+    if p.begin == 0 and c.block == NULL:
+        c.block = <char *>aligned(begin + p.body_size + HEAD_ROOM)
+        c.prefix, c.filled = p[0], 0
+    if c.block == NULL or p.begin != c.filled or p.head_size != c.prefix.head_size or p.body_size != c.prefix.body_size:
+        return -1
+    of_head = min(<uint64_t>p.length, p.head_size - p.begin) if p.begin < p.head_size else 0
+    memcpy(c.block + p.begin, at, of_head)
+    if p.length > of_head:
+        memcpy(c.block + begin + (p.begin + of_head - p.head_size), at + of_head, p.length - of_head)
+    c.filled += p.length
+    c.state.copied += p.length
+    return_token(c, p.token, p.length)
+    if c.filled < p.head_size + p.body_size:
+        return 0
+    fill(c, m, p, c.block, c.block + begin, c.block)
+    c.block = NULL
+    return 1
+
+
+cdef inline int take_written(Connection *c, Message *m, Prefix *p, char *at) noexcept nogil:
+    cdef int rc
+    if p.kind == PIECE:
+        return take_piece(c, m, p, at)
+    if p.kind != WHOLE or p.token >= TOKENS:
+        return -1
+    if not p.tight:
+        fill(c, m, p, at, at + (before_body(p.head_size) - sizeof(Prefix)), NULL)
+        return 1
+    rc = take_copy(c, m, p, at, at + (before_body(p.head_size) - sizeof(Prefix)))
+    return_token(c, p.token, p.head_size + p.body_size)
+    return rc
+
+
+cdef inline int take_arrival(State *s, Connection *c, ibv_wc *wc, Message *m) noexcept nogil:
+    """1: *m is a message; 0: it was none; -1: the connection is broken, or what came makes no sense."""
+    cdef Prefix p           # a copy: what was written can be written again while we look
+    cdef uint32_t which = <uint32_t>(wc.wr_id & (EXPECTED - 1)), i
+    cdef bint written = wc.opcode == IBV_WC_RECV_RDMA_WITH_IMM
+    cdef uint64_t offset = <uint64_t>immediate(wc) * UNIT if written else 0, room = c.inbox_bytes if written else wc.byte_len
+    cdef char *at = c.inbox + offset if written else c.small + which * SMALL
+    cdef int rc = -1
+    if room >= sizeof(Prefix) and offset <= room - sizeof(Prefix):
+        memcpy(&p, at, sizeof(Prefix))
+        at += sizeof(Prefix)
+        if makes_sense(s, c, &p, room - offset - sizeof(Prefix)) and (p.token == NO_TOKEN) != written:
+            c.credits += p.credits
+            c.consumed += 1
+            rc = 0
+    for i in range(p.n_returned if rc == 0 else 0):
+        if not take_back(c, p.returned[i]):
+            rc = -1
+    if rc == 0 and p.kind == LANDED:
+        rc = take_landed(c, m, &p, at)
+    elif rc == 0 and p.kind != RETURNS:
+        rc = take_written(c, m, &p, at) if written else take_copy(c, m, &p, at, at + p.head_size)
+    if rc < 0:
+        atomic_add(&s.malformed, 1)
+    elif not expect_one(c, which):
+        c.ends = True           # what has come is still read
+    return rc
+
+
+cdef inline int next_message(State *s, Connection *c, Message *m) noexcept nogil:
+    """1: *m is one. 0: there is none. -1: the connection is broken."""
+    cdef ibv_wc *wc
+    cdef int got
+    while True:
+        if c.at_found == c.n_found:
+            c.at_found, c.n_found = 0, ibv_poll_cq(c.cq, POLLED, c.found)
+            if c.n_found <= 0:
+                got = -1 if c.n_found < 0 or c.ends else 0
+                c.n_found = 0
+                return got
+        wc = &c.found[c.at_found]
+        c.at_found += 1
+        if wc.status != 0:
+            c.why = wc.status
+            return -1
+        if wc.wr_id & EXPECTED:
+            got = take_arrival(s, c, wc, m)
+            if got:
+                return got
+            continue
+        c.send_room += 1
+        if wc.wr_id & FROM_UNIT:
+            take_unit_back(c, <uint32_t>(wc.wr_id & (FROM_UNIT - 1)))
+        elif wc.wr_id < TOKENS:
+            c.send_room += c.sent[wc.wr_id].landed
+            complete(c, <uint32_t>wc.wr_id)
+
+
+cdef inline int take_all(State *s, Connection *c) noexcept nogil:
+    """See to what has come, while nobody asks for messages: they wait. What is returned with them, and behind them, has to be known. As above."""
+    cdef Waiting *w
+    cdef int got
+    while True:
+        w = <Waiting *>malloc(sizeof(Waiting))
+        if w == NULL:
+            return -1
+        got = next_message(s, c, &w.m)
+        if got <= 0:
+            free(w)
+            return got
+        w.next = NULL
+        if c.first_waiting == NULL:
+            c.first_waiting = w
+        else:
+            c.last_waiting.next = w
+        c.last_waiting = w
+
+
+cdef inline bint take_waiting(Connection *c, Message *m) noexcept nogil:
+    cdef Waiting *w = c.first_waiting
+    if w == NULL:
+        return False
+    m[0] = w.m
+    c.first_waiting = w.next
+    free(w)
+    return True

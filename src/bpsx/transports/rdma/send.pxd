@@ -1,0 +1,296 @@
+# What a connection over RDMA says: posted where there is room, kept by reference where there is none.
+#
+# A message needs a credit, room in the send queue, a token, units of the other's inbox and, for what does not lie in registered memory, of our outbox.
+# All of that comes back by itself but tokens and inboxes' units, which the other may hold for long: the first push of a round is where the sum is made.
+# So once half of either is in use the other is asked to copy what it keeps. Then no more than half is ever held, and where the rest has no room in one piece, the
+# message goes in several, which are never held.
+#
+# The body of an answer goes where the reader has asked for it, if he has, and takes no room of his.
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memset
+
+from bpsx.system.sync cimport atomic_load, atomic_store, lock, unlock
+from bpsx.transports.rdma.connection cimport (
+    FROM_UNIT, LANDED, NO_TOKEN, PIECE, RESERVED, RETURNED, RETURNS, SMALL, TOKENS, WHOLE, Connection, Outgoing, Prefix, Sent, State,
+    before_body, tell_done,
+)
+from bpsx.transports.rdma.memory_region cimport Range, find_range
+from bpsx.transports.rdma.allocator cimport UNIT, give_units, longest_run, take_units, units_for
+from bpsx.transports.rdma.verbs cimport IBV_SEND_INLINE, ibv_sge, post, post_both
+
+
+cdef inline void put_prefix(Connection *c, Prefix *p, Outgoing *o, uint8_t kind) noexcept nogil:
+    """All but where it lies; with what we have to return."""
+    cdef int64_t i
+    memset(p, 0, sizeof(Prefix))
+    p.kind, p.token = kind, NO_TOKEN
+    if o != NULL:
+        p.head_size, p.has_body, p.body_size = <uint32_t>o.head_size, o.body != NULL, o.body_size
+    if kind == WHOLE and o.landing.at and not o.landing.remote:
+        p.begin, p.length, p.rkey = o.landing.at, <uint32_t>o.landing.room, o.landing.key
+    p.credits, c.consumed = c.consumed, 0
+    if atomic_load(&c.n_returned) == 0:
+        return
+    lock(&c.monitor)
+    p.n_returned = <uint8_t>min(c.n_returned, <int64_t>RETURNED)
+    for i in range(p.n_returned):
+        p.returned[i] = c.returned[c.n_returned - 1 - i]
+    atomic_store(&c.n_returned, c.n_returned - p.n_returned)
+    if c.n_returned == 0:
+        c.returned_bytes = 0
+    unlock(&c.monitor)
+
+
+cdef inline char *place_for(State *s, Connection *c, uint32_t n, char *own, uint64_t *number) noexcept nogil:
+    """Where to put what is sent: ``own``, and it travels in the request, where the card takes so much; else in the outbox. NULL: there is no room.
+    *number: the request's."""
+    cdef int64_t here
+    number[0] = NO_TOKEN
+    if n <= c.most_inline:
+        return own
+    here = take_units(&s.here, 1)
+    if here < 0:
+        return NULL
+    number[0] = FROM_UNIT | <uint64_t>here
+    c.lent[here] = 1
+    c.n_lent += 1
+    return s.outbox + here * UNIT
+
+
+cdef inline int send_out(State *s, Connection *c, char *said, uint32_t n, uint64_t number) noexcept nogil:
+    """1, or -1: the connection is broken."""
+    cdef ibv_sge piece
+    piece.addr, piece.length, piece.lkey = <uint64_t>said, n, s.outbox_lkey
+    if post(c.qp, number, &piece, 1, IBV_SEND_INLINE if number == NO_TOKEN else 0, 0, 0, 0) != 0:
+        return -1
+    c.credits -= 1
+    c.send_room -= 1
+    return 1
+
+
+cdef inline int post_small(State *s, Connection *c, Outgoing *o) noexcept nogil:
+    cdef char own[SMALL]
+    cdef uint32_t n = <uint32_t>(sizeof(Prefix) + o.head_size + o.body_size)
+    cdef uint64_t number = 0
+    cdef char *said = place_for(s, c, n, own, &number)
+    if said == NULL:
+        return 0
+    put_prefix(c, <Prefix *>said, o, WHOLE)
+    memcpy(said + sizeof(Prefix), o.head, o.head_size)
+    if o.body_size:
+        memcpy(said + sizeof(Prefix) + o.head_size, o.body, o.body_size)
+    if send_out(s, c, said, n, number) < 0:
+        return -1
+    tell_done(o)
+    return 1
+
+
+cdef inline Sent *take_room(State *s, Connection *c, uint32_t n_there, uint32_t n_here, uint32_t *token) noexcept nogil:
+    """A token with so many units at both ends; NULL: there is no room."""
+    cdef int64_t there, here
+    cdef Sent *sent
+    if c.n_unused == 0:
+        return NULL
+    there = take_units(&c.there, n_there) if n_there else 0
+    if there < 0:
+        return NULL
+    here = take_units(&s.here, n_here)
+    if here < 0:
+        give_units(&c.there, <uint32_t>there, n_there)
+        return NULL
+    c.n_unused -= 1
+    token[0] = c.unused[c.n_unused]
+    sent = &c.sent[token[0]]
+    memset(sent, 0, sizeof(Sent))
+    sent.used, sent.there, sent.n_there, sent.here, sent.n_here = True, <uint32_t>there, n_there, <uint32_t>here, n_here
+    return sent
+
+
+cdef inline int write_out(Connection *c, Sent *sent, uint32_t token, ibv_sge *pieces, int n, Outgoing *what) noexcept nogil:
+    """``what``: whom to tell when the card is done with it, or NULL. 1, or -1: the connection is broken, and nobody has been told."""
+    if post(c.qp, token, pieces, n, 0, c.remote + <uint64_t>sent.there * UNIT, c.rkey, sent.there) != 0:
+        return -1
+    if what != NULL:
+        sent.what = what[0]
+    c.credits -= 1
+    c.send_room -= 1
+    return 1
+
+
+cdef inline int post_whole(State *s, Connection *c, Outgoing *o, const Range *lies) noexcept nogil:
+    """`lies`: the registered memory that the body lies in, or NULL. 1: posted; 0: there is no room; -1: the connection is broken."""
+    cdef uint64_t begin = before_body(o.head_size)
+    cdef ibv_sge pieces[2]
+    cdef uint32_t token = 0
+    cdef Sent *sent = take_room(s, c, units_for(begin + o.body_size), units_for(begin + (0 if lies != NULL else o.body_size)), &token)
+    cdef char *here
+    cdef Prefix *p
+    if sent == NULL:
+        return 0
+    here = s.outbox + <uint64_t>sent.here * UNIT
+    p = <Prefix *>here
+    put_prefix(c, p, o, WHOLE)
+    p.token, p.tight = token, c.there.used > c.there.n // 2 or c.n_unused < TOKENS // 2
+    memcpy(here + sizeof(Prefix), o.head, o.head_size)
+    pieces[0].addr, pieces[0].length, pieces[0].lkey = <uint64_t>here, <uint32_t>begin, s.outbox_lkey
+    if lies != NULL:
+        pieces[1].addr, pieces[1].length, pieces[1].lkey = <uint64_t>o.body, <uint32_t>o.body_size, lies.lkey
+    elif o.body_size:
+        memcpy(here + begin, o.body, o.body_size)
+        s.copied += o.body_size
+        pieces[0].length += <uint32_t>o.body_size
+    return write_out(c, sent, token, pieces, 2 if lies != NULL else 1, o)
+
+
+cdef inline bint can_land(State *s, Outgoing *o, uint32_t here) noexcept nogil:
+    """Whether the body can be written where its reader wants it. Its head goes behind it, and needs no room in the inbox."""
+    return o.landing.remote and o.landing.at and 0 < o.body_size <= min(o.landing.room, s.most_written) and sizeof(Prefix) + o.head_size <= SMALL \
+        and here <= s.here.n // 4
+
+
+cdef inline int post_landed(State *s, Connection *c, Outgoing *o, const Range *lies) noexcept nogil:
+    """As post_whole."""
+    cdef uint32_t token = 0
+    cdef ibv_sge head, body
+    cdef Sent *sent
+    cdef Prefix *p
+    if c.send_room <= RESERVED + 1:
+        return 0
+    sent = take_room(s, c, 0, 1 if lies != NULL else 1 + units_for(o.body_size), &token)
+    if sent == NULL:
+        return 0
+    sent.returned = sent.landed = True          # nothing lies in the inbox
+    p = <Prefix *>(s.outbox + <uint64_t>sent.here * UNIT)
+    put_prefix(c, p, o, LANDED)
+    p.token, p.begin = NO_TOKEN, o.landing.at
+    memcpy(p + 1, o.head, o.head_size)
+    head.addr, head.length, head.lkey = <uint64_t>p, <uint32_t>(sizeof(Prefix) + o.head_size), s.outbox_lkey
+    body.addr, body.length, body.lkey = <uint64_t>o.body, <uint32_t>o.body_size, lies.lkey if lies != NULL else s.outbox_lkey
+    if lies == NULL:
+        body.addr = <uint64_t>p + UNIT
+        memcpy(<char *>body.addr, o.body, o.body_size)
+        s.copied += o.body_size
+    if post_both(c.qp, token, &body, &head, IBV_SEND_INLINE if head.length <= c.most_inline else 0, o.landing.at, o.landing.key) != 0:
+        return -1
+    sent.what = o[0]
+    c.credits -= 1
+    c.send_room -= 2
+    return 1
+
+
+cdef inline void copy_piece(char *to, Outgoing *o, uint64_t n) noexcept nogil:
+    """The next n bytes of head and body together."""
+    cdef uint64_t of_head = min(n, o.head_size - o.sent) if o.sent < o.head_size else 0
+    memcpy(to, o.head + o.sent, of_head)
+    if n > of_head:
+        memcpy(to + of_head, o.body + (o.sent + of_head - o.head_size), n - of_head)
+
+
+cdef inline int post_piece(State *s, Connection *c, Outgoing *o) noexcept nogil:
+    """The same of as much as there is room for, at most an eighth of what there could be."""
+    cdef uint32_t most = min(min(longest_run(&c.there), longest_run(&s.here)), min(min(c.there.n, s.here.n) // 8, <uint32_t>(s.most_written // UNIT)))
+    cdef uint64_t left = o.head_size + o.body_size - o.sent
+    cdef uint32_t token = 0
+    cdef Sent *sent
+    cdef Prefix *p
+    cdef ibv_sge piece
+    if most == 0:
+        return 0
+    left = min(left, <uint64_t>most * UNIT - sizeof(Prefix))
+    sent = take_room(s, c, units_for(sizeof(Prefix) + left), units_for(sizeof(Prefix) + left), &token)
+    if sent == NULL:
+        return 0
+    p = <Prefix *>(s.outbox + <uint64_t>sent.here * UNIT)
+    put_prefix(c, p, o, PIECE)
+    p.token, p.begin, p.length = token, o.sent, <uint32_t>left
+    copy_piece(<char *>(p + 1), o, left)
+    s.copied += left
+    o.sent += left
+    piece.addr, piece.length, piece.lkey = <uint64_t>p, <uint32_t>(sizeof(Prefix) + left), s.outbox_lkey
+    if o.sent == o.head_size + o.body_size:
+        return write_out(c, sent, token, &piece, 1, o)      # the pieces before are written before
+    return -1 if write_out(c, sent, token, &piece, 1, NULL) < 0 else 2
+
+
+cdef inline bint has_room(Connection *c) noexcept nogil:
+    return c.credits > RESERVED and c.send_room > RESERVED
+
+
+cdef inline int post_message(State *s, Connection *c, Outgoing *o) noexcept nogil:
+    """1: it is posted, and told of when the card is done with it; 0: not, or not all; -1: the connection is broken."""
+    cdef int rc = 0
+    cdef uint32_t wanted, here
+    cdef const Range *lies
+    if not has_room(c):
+        return 0
+    if o.sent == 0:
+        if sizeof(Prefix) + o.head_size + o.body_size <= SMALL:
+            return post_small(s, c, o)
+        lies = find_range(&s.memory, <uint64_t>o.body, o.body_size)
+        wanted = here = units_for(before_body(o.head_size) + o.body_size)
+        if lies != NULL:
+            here = units_for(before_body(o.head_size))
+        if can_land(s, o, here):
+            return post_landed(s, c, o, lies)
+        if wanted <= min(c.there.n // 4, <uint32_t>(s.most_written // UNIT)) and here <= s.here.n // 4:
+            rc = post_whole(s, c, o, lies)
+            # What is not held comes back, and then there may be room.
+            if rc or c.there.used > c.there.n // 2 or longest_run(&c.there) >= wanted:
+                return rc
+    while has_room(c):
+        rc = post_piece(s, c, o)
+        if rc != 2:
+            return rc
+    return 0
+
+
+cdef inline Outgoing *keep(Outgoing *o) noexcept nogil:
+    """For later. A head that stays the caller's is copied."""
+    cdef Outgoing *kept = <Outgoing *>malloc(sizeof(Outgoing) + (o.head_size if o.head_done == NULL else 0))
+    if kept == NULL:
+        return NULL
+    kept[0] = o[0]
+    if o.head_done == NULL:
+        kept.head = <char *>(kept + 1)
+        memcpy(kept.head, o.head, o.head_size)
+    return kept
+
+
+cdef inline int flush(State *s, Connection *c) noexcept nogil:
+    """Post what waits. -1: the connection is broken."""
+    cdef Outgoing *o
+    cdef int rc
+    while c.first != NULL:
+        rc = post_message(s, c, c.first)
+        if rc <= 0:
+            return rc
+        o, c.first = c.first, c.first.next
+        free(o)
+    c.last = NULL
+    return 0
+
+
+cdef inline bint has_news(Connection *c, bint all_of_it) noexcept nogil:
+    cdef int64_t n = atomic_load(&c.n_returned)
+    return c.consumed >= c.depth // 4 or n >= RETURNED or (n and (all_of_it or c.returned_bytes >= c.inbox_bytes // 8))
+
+
+cdef inline bint can_give_news(Connection *c) noexcept nogil:
+    """The last credit is for what grants others: else both ends could have none, and nothing that either could say."""
+    return c.send_room and (c.credits > 1 or (c.credits and c.consumed))
+
+
+cdef inline int give_news(State *s, Connection *c, bint all_of_it) noexcept nogil:
+    """Return what is many, or, with ``all_of_it``, whatever there is; and say how many requests were posted. -1: the connection is broken."""
+    cdef Prefix own
+    cdef uint64_t number = 0
+    cdef char *said
+    while has_news(c, all_of_it) and can_give_news(c):
+        said = place_for(s, c, sizeof(Prefix), <char *>&own, &number)
+        if said == NULL:
+            return 0
+        put_prefix(c, <Prefix *>said, NULL, RETURNS)
+        if send_out(s, c, said, sizeof(Prefix), number) < 0:
+            return -1
+    return 0

@@ -1,0 +1,291 @@
+# A worker and a lane of one machine, as one of them sees the other: what lies in the memory that they share, and what each keeps for itself.
+#
+# A lane's workers all map one segment. In it each has a slot: a ring of entries each way, and a region each way out of which whoever writes takes
+# blocks for what he says. An entry says where a message lies. A body that lies in the segment already, as a sum does that was made in what a worker
+# has pushed, is not copied for the answers: all its readers are told where it is. Whoever has read a message returns its token; then the block, or
+# what was lent, is its owner's again.
+#
+# Nothing is locked across processes. Each word has one writer, but `starving`, which either side sets for the other to clear.
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.string cimport memcpy
+
+from bpsx.system.sync cimport Monitor, atomic_add, atomic_load, atomic_store, lock, unlock
+from bpsx.transports.abi cimport Endpoint, Message, done_fn
+from bpsx.transports.sockets.peers cimport Peers, aligned, room_for_peer, write
+from bpsx.transports.shm.allocator cimport Arena, Block, give_block, take_block
+
+cdef enum:
+    TOKENS = 4096               # messages of one way that have not been returned
+    PAGE = 4096
+    REGION = 1 << 30            # bytes of address space; memory is taken as it is written
+    MOST_HEAD = 1 << 20
+
+cdef struct Entry:
+    uint64_t head               # from the start of the segment
+    uint64_t head_size
+    uint64_t body
+    uint64_t body_size
+    uint32_t has_body
+    uint32_t token
+
+cdef struct Way:
+    # Its writer's:
+    int64_t posted              # entries
+    int64_t tight               # much of the region is given out: the reader shall not keep messages where they lie
+    int64_t closed              # nothing comes any more
+    int64_t starving            # set: wake me when you have taken an entry
+    int64_t apart[4]
+    # Its reader's:
+    int64_t taken
+    int64_t returned
+    int64_t parked              # it sleeps: who posts wakes it
+    int64_t apart_too[5]
+    Entry entries[TOKENS]
+    uint32_t returns[TOKENS]    # tokens
+
+cdef struct Slot:
+    Way to_lane
+    Way to_worker
+
+cdef struct Sent:               # a message that has not been returned
+    bint used
+    Block *block                # where its head lies, and a body that was copied
+    void *head
+    void *body
+    done_fn head_done           # not NULL: not called yet
+    done_fn body_done
+    void *head_hint
+    void *body_hint
+    bint lent                   # the body was not copied
+
+cdef struct Link:
+    Link *next
+    uint32_t peer
+    bint dead
+    int64_t gone                # its process is; by any thread
+    Monitor monitor             # guards `returned`, and that the segment is mapped: messages are released on any thread
+    bint mapped
+    int wake_fd                 # ends the other's sleep
+    char *base                  # the segment
+    uint64_t n_bytes
+    Way *out
+    Way *back                   # what the other says
+    char *region                # where we write
+    int64_t taken               # as in `back`
+    int64_t noticed             # of ours, that the other has taken them
+    int64_t reclaimed           # ... that it has returned
+    Arena arena
+    uint32_t n_free
+    uint32_t unused[TOKENS]     # tokens
+    uint32_t order[TOKENS]      # tokens, by the number of the entry
+    Sent sent[TOKENS]
+
+cdef struct State:
+    Endpoint *inner             # for all who are elsewhere, and for what is too large
+    bint is_lane
+    Monitor monitor             # guards `new`
+    int64_t n_new
+    Link *new
+    Link *all
+    Link *next_to_read
+    Peers peers
+    uint64_t most_bytes
+    int64_t malformed
+    uint32_t turn
+
+
+cdef inline uint64_t slot_bytes() noexcept nogil:
+    return (sizeof(Slot) + PAGE - 1) // PAGE * PAGE + 2 * <uint64_t>REGION
+
+
+cdef inline void wake_up(Link *l) noexcept nogil:
+    cdef uint64_t one = 1
+    write(l.wake_fd, &one, sizeof(one))
+
+
+cdef inline void set_up(Link *l, char *base, uint64_t n_bytes, uint32_t slot, bint is_lane) noexcept nogil:
+    """It has slot number ``slot`` of the segment that is mapped at ``base``."""
+    cdef Slot *at = <Slot *>(base + slot * slot_bytes())
+    cdef uint64_t head = (sizeof(Slot) + PAGE - 1) // PAGE * PAGE
+    cdef uint32_t i
+    l.base, l.n_bytes, l.mapped = base, n_bytes, True
+    l.out, l.back = (&at.to_worker, &at.to_lane) if is_lane else (&at.to_lane, &at.to_worker)
+    l.region = <char *>at + head + (REGION if is_lane else 0)
+    l.arena.room = REGION
+    l.n_free = TOKENS
+    for i in range(TOKENS):
+        l.unused[i] = i
+
+
+cdef inline void take_new(State *s) noexcept nogil:
+    """Those that were made since the last look, on another thread."""
+    cdef Link *l
+    cdef Link *following
+    if atomic_load(&s.n_new) == 0:
+        return
+    lock(&s.monitor)
+    l, s.new = s.new, NULL
+    atomic_store(&s.n_new, 0)
+    unlock(&s.monitor)
+    while l != NULL:
+        following = l.next
+        l.next, s.all = s.all, l
+        if room_for_peer(&s.peers, l.peer):
+            s.peers.at[l.peer] = l
+        else:
+            l.dead = True
+        l = following
+
+
+# ---- what we say
+
+cdef inline void run_dones(Sent *sent, bint body_too) noexcept nogil:
+    """Give back what the caller had handed over."""
+    cdef done_fn head_done = sent.head_done, body_done = sent.body_done
+    if head_done != NULL:
+        sent.head_done = NULL
+        head_done(sent.head, sent.head_hint)
+    if body_too and body_done != NULL:
+        sent.body_done = NULL
+        body_done(sent.body, sent.body_hint)
+
+
+cdef inline bint is_shared(Link *l, void *body) noexcept nogil:
+    return <char *>body >= l.base and <char *>body < l.base + l.n_bytes
+
+
+cdef inline bint put(
+    State *s, Link *l, void *head, size_t head_size, done_fn head_done, void *head_hint, void *body, size_t body_size, done_fn body_done, void *body_hint,
+) noexcept nogil:
+    """False: there is no room, or it is too large, and nothing has been done. A worker gets back what it has handed over when the lane has taken the
+    message, so that what waits, waits in its own order; a lane at once, or, of what was lent, when it has been returned."""
+    cdef uint64_t head_room = (head_size + 63) & ~<uint64_t>63
+    cdef bint lent = s.is_lane and body != NULL and body_size and is_shared(l, body)
+    cdef uint64_t n = head_room + (0 if lent or body == NULL else body_size)
+    cdef int64_t at = l.out.posted
+    cdef Block *block
+    cdef Sent *sent
+    cdef Entry *e
+    if l.n_free == 0 or head_size > MOST_HEAD or n > REGION // 4:
+        return False
+    block = take_block(&l.arena, n)
+    if block == NULL:
+        return False
+    l.n_free -= 1
+    e = &l.out.entries[at % TOKENS]
+    e.token = l.unused[l.n_free]
+    l.order[at % TOKENS] = e.token
+    sent = &l.sent[e.token]
+    sent.used, sent.block, sent.lent = True, block, lent
+    sent.head, sent.head_done, sent.head_hint = head, head_done, head_hint
+    sent.body, sent.body_done, sent.body_hint = body, body_done, body_hint
+    e.head, e.head_size = l.region - l.base + block.offset, head_size
+    e.has_body, e.body_size = body != NULL, body_size if body != NULL else 0
+    e.body = <char *>body - l.base if lent else e.head + head_room
+    memcpy(l.base + e.head, head, head_size)
+    if not lent and e.body_size:
+        memcpy(l.base + e.body, body, e.body_size)
+    if not l.out.tight and (l.n_free < TOKENS // 2 or l.arena.used > REGION // 2):
+        atomic_store(&l.out.tight, 1)
+    atomic_store(&l.out.posted, at + 1)
+    if atomic_load(&l.out.parked):
+        wake_up(l)
+    if s.is_lane:
+        run_dones(sent, not lent)
+    return True
+
+
+cdef inline void take_back(Link *l, uint32_t token) noexcept nogil:
+    """A message has been returned."""
+    cdef Sent *sent = &l.sent[token]
+    run_dones(sent, True)
+    give_block(&l.arena, sent.block)
+    sent.used = False
+    l.unused[l.n_free] = token
+    l.n_free += 1
+    if not l.dead and l.out.tight and l.n_free > TOKENS // 4 * 3 and l.arena.used < REGION // 4:
+        atomic_store(&l.out.tight, 0)
+
+
+cdef inline void drop_link(Link *l) noexcept nogil:
+    """The other has left or died, or we end: nothing that was sent will be read. Nothing in the segment is touched, which forked children do not have."""
+    cdef uint32_t i
+    if l.dead:
+        return
+    l.dead = True
+    for i in range(TOKENS):
+        if l.sent[i].used:
+            take_back(l, i)
+
+
+cdef inline void notice(State *s, Link *l) noexcept nogil:
+    """What the other has taken and returned of ours, and whether it is still there."""
+    cdef int64_t there = atomic_load(&l.out.taken)
+    cdef int64_t returned
+    cdef uint32_t token
+    while l.noticed < there and l.noticed < l.out.posted:
+        token = l.order[l.noticed % TOKENS]
+        l.noticed += 1
+        if l.sent[token].used and not l.sent[token].lent:
+            run_dones(&l.sent[token], True)
+    returned = atomic_load(&l.out.returned)
+    while l.reclaimed < returned:
+        token = l.out.returns[l.reclaimed % TOKENS]
+        l.reclaimed += 1
+        if token < TOKENS and l.sent[token].used:
+            take_back(l, token)
+        else:
+            atomic_add(&s.malformed, 1)
+    if atomic_load(&l.gone) or (atomic_load(&l.back.closed) and l.taken == atomic_load(&l.back.posted)):
+        drop_link(l)
+
+
+# ---- what we are told
+
+cdef inline bint makes_sense(State *s, Link *l, Entry *e) noexcept nogil:
+    return e.head_size <= MOST_HEAD and e.head <= l.n_bytes - e.head_size and e.has_body <= 1 and e.body_size <= s.most_bytes and (
+        e.body_size <= l.n_bytes and e.body <= l.n_bytes - e.body_size) and (e.has_body or not e.body_size)
+
+
+cdef inline void return_token(Link *l, uint32_t token) noexcept nogil:
+    """Any thread."""
+    cdef int64_t at
+    lock(&l.monitor)
+    if l.mapped:
+        at = l.back.returned
+        l.back.returns[at % TOKENS] = token
+        atomic_store(&l.back.returned, at + 1)
+    unlock(&l.monitor)
+
+
+cdef inline bint take_entry(State *s, Link *l, Message *m) noexcept nogil:
+    cdef Entry e
+    cdef char *copied
+    while l.taken != atomic_load(&l.back.posted):
+        e = l.back.entries[l.taken % TOKENS]
+        l.taken += 1
+        atomic_store(&l.back.taken, l.taken)
+        if atomic_load(&l.back.starving):
+            atomic_store(&l.back.starving, 0)
+            wake_up(l)
+        if not makes_sense(s, l, &e):
+            atomic_add(&s.malformed, 1)
+            return_token(l, e.token)
+            continue
+        m.peer, m.has_body = l.peer, e.has_body
+        m.head, m.head_size = l.base + e.head, e.head_size
+        m.body, m.body_size = l.base + e.body if e.has_body else NULL, e.body_size
+        m.opaque[0], m.opaque[1] = e.token, 0
+        m.wrapper = <uint64_t>l
+        if atomic_load(&l.back.tight):
+            copied = <char *>aligned(((e.head_size + 63) & ~<uint64_t>63) + e.body_size)
+            if copied != NULL:
+                memcpy(copied, m.head, e.head_size)
+                m.head = copied
+                if e.has_body:
+                    memcpy(copied + ((e.head_size + 63) & ~<uint64_t>63), m.body, e.body_size)
+                    m.body = copied + ((e.head_size + 63) & ~<uint64_t>63)
+                m.opaque[1] = <uint64_t>copied
+                return_token(l, e.token)
+        return True
+    return False

@@ -1,0 +1,361 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+"""Shared memory between a worker and the lanes of its own machine, beside a transport for all others.
+
+What is pushed is copied once, into memory that the lane has mapped, too. The lane sums there, and its answer is a few words that say where the
+sum lies; the worker copies it out. Nobody but the two processes takes part: no system call is made unless the other one sleeps, and then one,
+which ends the sleep that the inner transport's endpoint is in. What lies in the segment is described in ``connection.pxd``; ``handshake.py``
+makes two processes find each other.
+"""
+import fcntl
+import logging
+import os
+
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
+from libc.stddef cimport size_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, mmap, munmap
+from posix.unistd cimport close as close_descriptor
+from posix.unistd cimport getpid
+
+from bpsx.system.sync cimport atomic_load, atomic_store, lock, monitor_destroy, monitor_init, unlock
+from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
+from bpsx.transports.sockets.peers cimport forget_peers, free_aligned
+from bpsx.transports.shm.connection cimport (
+    Link, State, drop_link, notice, put, return_token, set_up, slot_bytes, take_entry, take_new, wake_up,
+)
+
+from bpsx.transports.shm import handshake
+
+cdef extern from "<sys/mman.h>" nogil:
+    enum:
+        MAP_NORESERVE
+        MADV_DONTDUMP
+        MADV_DONTFORK
+    int madvise(void *addr, size_t length, int advice)
+
+log = logging.getLogger("bpsx.connections")
+
+cdef enum:
+    LOOK_EVERY = 16             # messages, while neighbours always have more: others may have something
+
+
+cdef int shared_send(
+    void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
+    void *body, size_t body_size, done_fn body_done, void *body_hint, const Landing *landing,
+) noexcept nogil:
+    cdef State *s = <State *>self
+    cdef Link *l
+    take_new(s)
+    l = <Link *>s.peers.at[peer] if peer < s.peers.n else NULL
+    if l != NULL and not l.dead:
+        notice(s, l)
+    if l != NULL and not l.dead and put(s, l, head, head_size, head_done, head_hint, body, body_size, body_done, body_hint):
+        return 0
+    return s.inner.send(s.inner.self, peer, head, head_size, head_done, head_hint, body, body_size, body_done, body_hint, landing)
+
+
+cdef int shared_receive(void *self, Message *m) noexcept nogil:
+    cdef State *s = <State *>self
+    cdef Link *first
+    cdef Link *l
+    cdef int got
+    take_new(s)
+    s.turn += 1
+    if s.all != NULL and s.turn % LOOK_EVERY:
+        first = l = s.next_to_read if s.next_to_read != NULL else s.all
+        while True:
+            if not l.dead:
+                notice(s, l)
+            if not l.dead and take_entry(s, l, m):
+                s.next_to_read = l.next
+                return 1
+            l = l.next if l.next != NULL else s.all
+            if l == first:
+                break
+    got = s.inner.recv(s.inner.self, m)
+    m.wrapper = 0
+    return got
+
+
+cdef void shared_release(void *self, Message *m) noexcept nogil:
+    cdef State *s = <State *>self
+    if m.wrapper == 0:
+        s.inner.release(s.inner.self, m)
+    elif m.opaque[1]:
+        free_aligned(<void *>m.opaque[1])
+    else:
+        return_token(<Link *>m.wrapper, <uint32_t>m.opaque[0])
+
+
+cdef bint has_news(State *s) noexcept nogil:
+    cdef Link *l = s.all
+    while l != NULL:
+        if not l.dead and (l.taken != atomic_load(&l.back.posted) or l.reclaimed != atomic_load(&l.out.returned) or (
+                l.noticed != atomic_load(&l.out.taken)) or atomic_load(&l.gone) or atomic_load(&l.back.closed)):
+            return True
+        l = l.next
+    return False
+
+
+cdef void shared_wait(void *self, int timeout_ms) noexcept nogil:
+    cdef State *s = <State *>self
+    cdef Link *l
+    take_new(s)
+    l = s.all
+    while l != NULL:
+        if not l.dead:
+            notice(s, l)
+            atomic_store(&l.back.parked, 1)
+            if not s.is_lane and l.noticed != l.out.posted:
+                atomic_store(&l.out.starving, 1)
+        l = l.next
+    s.inner.wait(s.inner.self, 0 if has_news(s) else timeout_ms)
+    l = s.all
+    while l != NULL:
+        if not l.dead:
+            atomic_store(&l.back.parked, 0)
+            notice(s, l)
+        l = l.next
+
+
+cdef void shared_wake(void *self) noexcept nogil:
+    cdef State *s = <State *>self
+    s.inner.wake(s.inner.self)
+
+
+cdef void shared_lend(void *self, uint32_t peer, void *at, uint64_t n) noexcept nogil:
+    cdef State *s = <State *>self
+    cdef Link *l = <Link *>s.peers.at[peer] if peer < s.peers.n else NULL
+    if l == NULL or l.dead:             # a neighbour gets a copy in memory of both
+        s.inner.lend(s.inner.self, peer, at, n)
+
+
+cdef void free_link(Link *l) noexcept:
+    if l != NULL:
+        if l.wake_fd >= 0:
+            close_descriptor(l.wake_fd)     # Python's own may be gone, at the interpreter's end
+        monitor_destroy(&l.monitor)
+        free(l)
+
+
+cdef class SharedEndpoint:
+    """An endpoint of another transport, and shared memory for who is on the same machine. See :mod:`bpsx.transports.base` for the contract.
+
+    Not thread-safe, except :meth:`wake`, :meth:`lost`, and :meth:`close` after the thread that drives it has stopped.
+    """
+    cdef State state
+    cdef Endpoint table
+    cdef object inner, capsule, gate
+    cdef bytes secret
+    cdef object job
+    cdef int rank, descriptor
+    cdef uint32_t n_slots, next_slot
+    cdef char *segment          # a lane's
+    cdef bint closed
+    cdef long pid
+
+    def __cinit__(self, inner, *, bytes secret=b"", int64_t most_bytes=-1, uint32_t slots=64):
+        self.inner, self.secret, self.rank, self.descriptor = inner, secret, -1, -1
+        self.n_slots, self.pid = slots, getpid()
+        if monitor_init(&self.state.monitor) != 0:
+            raise MemoryError("cannot create a mutex")
+        self.capsule = inner.abi()
+        self.state.inner = <Endpoint *>PyCapsule_GetPointer(self.capsule, b"bpsx.Endpoint")
+        self.state.most_bytes = <uint64_t>most_bytes        # -1: any
+        self.table.self = &self.state
+        self.table.send, self.table.recv, self.table.release = shared_send, shared_receive, shared_release
+        self.table.wait, self.table.wake = shared_wait, shared_wake
+        if self.state.inner.lend != NULL:
+            self.table.lend = shared_lend
+
+    def bind(self, host: str, ports=()) -> str:
+        """As the inner transport's; workers of this machine also find the lane by the address that it returns."""
+        self.state.is_lane = True
+        address = self.inner.bind(host, ports)
+        self.gate = handshake.listen(address, self.secret, self._meet)
+        self._open()
+        return address
+
+    def join(self, job: int, rank: int) -> None:
+        """The job's number, and the rank under which lanes shall know this endpoint; before :meth:`connect` and the first message."""
+        self.job, self.rank = job, rank
+        self.inner.join(job, rank)
+        self._open()
+
+    def _open(self):
+        if self.gate is not None and self.job is not None:
+            self.gate.open(self.job, self.inner.address)
+
+    def connect(self, peer: int, address: str) -> None:
+        """Reach the lane at ``host:port`` as peer number ``peer`` from now on: through memory if it is on this machine."""
+        cdef Link *l = NULL
+        self.inner.connect(peer, address)
+        with handshake.visit(address, self.secret, self.job, self.rank, self.inner.wake_descriptor) as visit:
+            if visit is None:
+                return
+            try:
+                at, n_bytes = self._map(visit.segment)
+                l = self._new_link(peer, <char *><uint64_t>at, n_bytes, visit.slot, visit.bell)
+                visit.accept()
+            except OSError as e:
+                log.warning("no shared memory with the server at %s, so messages go through the network: %s", address, e)
+                free_link(l)
+                return
+        self._use(l)
+
+    def _meet(self, made, rank: int) -> None:
+        """A lane's part, on the gate's thread: give a worker of this machine its slot."""
+        cdef Link *l = NULL
+        try:
+            with handshake.welcome(made) as guest:
+                if self.next_slot >= self.n_slots:
+                    raise OSError(f"all {self.n_slots} slots are taken")
+                self._make_segment()
+                l = self._new_link(rank, self.segment, self.n_slots * slot_bytes(), self.next_slot, guest.bell)
+                if not guest.takes(self.descriptor, self.next_slot, self.inner.wake_descriptor):
+                    raise OSError("it does not take it")
+        except OSError as e:
+            log.warning("no shared memory with worker %d, so messages go through the network: %s", rank, e)
+            free_link(l)
+            return
+        self.next_slot += 1
+        self._use(l)
+
+    def _make_segment(self):
+        if self.descriptor >= 0:
+            return
+        made = os.memfd_create("bpsx-lane", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(made, self.n_slots * slot_bytes())
+            # Nobody can pull the memory away from under the others.
+            fcntl.fcntl(made, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            at, _ = self._map(made)
+        except OSError:
+            os.close(made)
+            raise
+        self.descriptor, self.segment = made, <char *><uint64_t>at
+
+    def _map(self, int descriptor):
+        cdef size_t n_bytes = os.fstat(descriptor).st_size
+        cdef void *at
+        if n_bytes < slot_bytes() or n_bytes % slot_bytes():
+            raise OSError(f"a segment of {n_bytes} bytes is of another version")
+        at = mmap(NULL, n_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0)
+        if at == MAP_FAILED:
+            raise OSError(f"cannot map {n_bytes} bytes of shared memory: is the limit of address space (ulimit -v) too low?")
+        madvise(at, n_bytes, MADV_DONTDUMP)
+        madvise(at, n_bytes, MADV_DONTFORK)
+        return <uint64_t>at, n_bytes
+
+    cdef Link *_new_link(self, uint32_t peer, char *at, uint64_t n_bytes, uint32_t slot, int bell) except NULL:
+        cdef Link *l
+        if (slot + 1) * slot_bytes() > n_bytes:
+            raise OSError(f"slot {slot} of a segment of {n_bytes} bytes")
+        l = <Link *>calloc(1, sizeof(Link))
+        if l == NULL:
+            raise OSError("no memory for a connection")
+        l.wake_fd = -1
+        if monitor_init(&l.monitor) != 0:
+            free(l)
+            raise OSError("cannot create a mutex")
+        set_up(l, at, n_bytes, slot, self.state.is_lane)
+        l.peer = peer
+        l.wake_fd = os.dup(bell)
+        return l
+
+    cdef _use(self, Link *l):
+        """From now on. Any thread."""
+        lock(&self.state.monitor)
+        l.next, self.state.new = self.state.new, l
+        atomic_store(&self.state.n_new, self.state.n_new + 1)
+        unlock(&self.state.monitor)
+        self.inner.wake()
+
+    def watch(self) -> int:
+        """A descriptor that becomes readable when :meth:`lost` has news."""
+        return self.inner.watch()
+
+    def lost(self) -> list:
+        """Peers whose connection has broken since the last call. Any thread."""
+        cdef Link *l = NULL
+        found = self.inner.lost()
+        for peer in found:
+            l = self.state.all
+            while l != NULL:
+                if <long>l.peer == peer:
+                    atomic_store(&l.gone, 1)
+                l = l.next
+        return found
+
+    @property
+    def address(self) -> str:
+        return self.inner.address
+
+    @property
+    def neighbours(self) -> int:
+        """How many peers are reached through memory."""
+        cdef Link *l = self.state.all
+        cdef int n = atomic_load(&self.state.n_new)
+        while l != NULL:
+            n += not l.dead
+            l = l.next
+        return n
+
+    @property
+    def wake_descriptor(self) -> int:
+        """What :meth:`wake` writes to."""
+        return self.inner.wake_descriptor
+
+    @property
+    def refused(self) -> int:
+        """Connections turned away because they did not know the secret."""
+        return self.inner.refused + (0 if self.gate is None else self.gate.refused)
+
+    @property
+    def malformed(self) -> int:
+        """Messages that made no sense."""
+        return self.inner.malformed + atomic_load(&self.state.malformed)
+
+    def abi(self):
+        """The data plane: a capsule with the C :c:struct:`Endpoint`, valid as long as this object."""
+        return PyCapsule_New(&self.table, b"bpsx.Endpoint", NULL)
+
+    def wake(self) -> None:
+        self.inner.wake()
+
+    def close(self) -> None:
+        """Drop what is unsent, run every outstanding done callback. Idempotent."""
+        cdef Link *l
+        if self.closed:
+            return
+        self.closed = True
+        if self.gate is not None:
+            self.gate.close()
+        self.inner.close()          # which may still send out of the segment
+        take_new(&self.state)
+        l = self.state.all
+        while l != NULL:
+            if self.pid == getpid():         # a forked child's neighbours are its parent's
+                atomic_store(&l.out.closed, 1)
+                wake_up(l)
+            drop_link(l)
+            lock(&l.monitor)
+            l.mapped = False        # messages that are released later are nobody's
+            unlock(&l.monitor)
+            if self.segment == NULL:
+                munmap(l.base, l.n_bytes)
+            close_descriptor(l.wake_fd)
+            l.wake_fd = -1
+            l = l.next
+        if self.segment != NULL:
+            munmap(self.segment, self.n_slots * slot_bytes())
+            close_descriptor(self.descriptor)
+            self.segment = NULL
+
+    def __dealloc__(self):
+        cdef Link *l
+        while self.state.all != NULL:
+            l, self.state.all = self.state.all, self.state.all.next
+            free_link(l)
+        forget_peers(&self.state.peers)

@@ -1,0 +1,21 @@
+# What the endpoints of our own transports have in common, see endpoint.pyx.
+from libc.stdint cimport int64_t
+
+from bpsx.system.sync cimport Monitor
+from bpsx.transports.abi cimport Endpoint
+from bpsx.transports.sockets.peers cimport Losses
+
+
+cdef class GatedEndpoint:
+    cdef Endpoint table
+    cdef int *epoll             # these four are the data plane's
+    cdef int *wake_fd
+    cdef Losses *losses
+    cdef int64_t *nonsense
+    cdef object gate, job
+    cdef bytes secret
+    cdef double interval, timeout
+    cdef int rank
+    cdef bint joined, closed
+    cdef readonly str address
+    cdef _set_up(self, int *epoll, int *wake_fd, Losses *losses, int64_t *nonsense, Monitor *monitor, bint encrypt)

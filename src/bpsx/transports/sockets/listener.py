@@ -1,0 +1,264 @@
+"""Who may connect to a lane over plain sockets, and to its memory: a greeting that only who knows the job secret can compute, checked before the
+data plane sees the connection. What ``auth.py`` is for ZeroMQ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from bpsx import secret
+from bpsx.config import MOST_WORKERS
+from bpsx.errors import TransportError
+from bpsx.system.address import is_ipv6, resolve
+from bpsx.transports.ports import bind_one
+from bpsx.transports.reach import explain
+from bpsx.transports.zeromq.auth import HANDSHAKE_MS, Refusals
+
+#: Magic and version, the worker's rank, its token.
+_GREETING = struct.Struct("<8sI64s")
+_MAGIC = b"bpsxtcp2"
+#: What a lane says first: bytes that it never says again, so that a greeting that somebody has overheard is of no use on another connection.
+_NONCE_BYTES = 32
+BACKLOG = 4096
+#: Connections that may be about to greet; of more the oldest are closed. A process has several gates, and needs descriptors for other things.
+_MOST_WAITING, _LEAST_WAITING, _SHARE = 4096, 64, 16
+#: Of these one address has this part at most.
+_ADDRESS_SHARE = 4
+# Linux' bounds for probes of a silent connection.
+_MOST_SECONDS, _MOST_PROBES = 32767, 127
+#: Seconds for making a connection, and for the greeting.
+PATIENCE = HANDSHAKE_MS / 1000
+#: Seconds that a lane may take to say its nonce: it may be a busy process that has not accepted yet.
+_NONCE_PATIENCE = 30.0
+
+
+class Unreachable(TransportError):
+    """No connection to a lane can be made, and the lane is not known to be gone."""
+
+    def __init__(self, text: str, why: str = "") -> None:
+        """Copies are made of ``text`` alone, as of all errors."""
+        super().__init__(text)
+        self.why = why
+
+
+def unreachable(address: str, why: str) -> Unreachable:
+    """The lane at ``address`` cannot be reached, because of ``why``."""
+    return Unreachable(f"cannot connect to {address}: {why}", why)
+
+
+def require_presence(address: str, error: OSError) -> None:
+    """Raise :class:`Unreachable` unless a lane whose connection fails with ``error`` may have died: then the scheduler says so, which knows best."""
+    if isinstance(error, TimeoutError):
+        raise unreachable(address, "no answer; a firewall?") from error
+    if not isinstance(error, ConnectionError):
+        raise unreachable(address, explain(error.errno) if error.errno else str(error)) from error
+
+
+def _token(key: bytes, job: int, address: str, rank: int, nonce: bytes) -> bytes:
+    return secret.derive(key, "data connection: worker's answer", job, address, rank, nonce).hex().encode()
+
+
+def greet(made: socket.socket, key: bytes, job: int, address: str, rank: int, more: bytes = b"") -> None:
+    """Worker ``rank``'s part on a new connection to the lane at ``address``: hear the nonce, and send the greeting and ``more`` behind it. Raises
+    OSError."""
+    nonce = b""
+    while len(nonce) < _NONCE_BYTES:
+        said = made.recv(_NONCE_BYTES - len(nonce))
+        if not said:
+            raise ConnectionResetError("the lane has closed the connection before the greeting")
+        nonce += said
+    made.sendall(_GREETING.pack(_MAGIC, rank, _token(key, job, address, rank, nonce)) + more)
+
+
+def prepare(made: socket.socket, interval: float, timeout: float) -> None:
+    """A connected socket, for the data plane. Silence of ``timeout`` seconds breaks it; ``interval``: how often it is probed, 0: never."""
+    made.setblocking(False)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if interval > 0:
+        probe = min(max(1, round(interval)), _MOST_SECONDS)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, min(max(1, round(timeout / probe)), _MOST_PROBES))
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(max(1, round(timeout * 1000)), 2**31 - 1))
+
+
+def dial(address: str, key: bytes, job: int, rank: int, before: Callable[[socket.socket, str], None] | None = None,
+         more: bytes = b"") -> socket.socket:
+    """Worker ``rank``'s connection to the lane at ``address``, on which it has heard the lane's nonce and sent the greeting, and ``more`` behind it.
+    ``before``: what to do to the socket, given the lane's numeric address, before it is connected.
+
+    Raises :class:`~bpsx.errors.TransportError` for what is no address, and OSError: it cannot be reached now.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        numeric = resolve(host, int(port))
+        made = socket.socket(socket.AF_INET6 if is_ipv6(numeric) else socket.AF_INET, socket.SOCK_STREAM)
+    except OSError as e:
+        raise TransportError(f"cannot connect to {address}: {e}") from e
+    try:
+        if before is not None:
+            before(made, numeric)
+        made.settimeout(PATIENCE)
+        made.connect((numeric, int(port)))
+        made.settimeout(_NONCE_PATIENCE)
+        greet(made, key, job, address, rank, more)
+        made.settimeout(PATIENCE)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def listen(host: str, ports: Sequence[int] = ()) -> socket.socket:
+    """At the first free one of ``ports``, else at one that the system chooses. Raises :class:`~bpsx.errors.TransportError`."""
+    bare = host.strip("[]")
+    family = socket.AF_INET6 if is_ipv6(bare) else socket.AF_INET
+    try:
+        return bind_one(ports, lambda port: socket.create_server((bare, port), family=family, backlog=BACKLOG))
+    except TransportError:
+        raise
+    except OSError as e:
+        raise TransportError(f"cannot listen on {host}: {e}; name another address with DMLC_NODE_HOST") from e
+
+
+def most_waiting() -> int:
+    """How many connections may be about to greet at one gate, given how many descriptors this process may have."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_WAITING if limit == resource.RLIM_INFINITY else max(_LEAST_WAITING, min(_MOST_WAITING, limit // _SHARE))
+
+
+class _Newcomer:
+    """A connection that has not greeted yet."""
+
+    def __init__(self, made: socket.socket, who: str) -> None:
+        self.made, self.who, self.said, self.nonce = made, who, b"", os.urandom(_NONCE_BYTES)
+        self.until = time.monotonic() + PATIENCE
+
+
+class Gate:
+    """Listens for one lane. ``take`` gets the socket and rank of who has greeted well, on the gate's thread.
+
+    A greeting answers the nonce of its connection, so who has overheard it can do nothing with it; and each rank comes in once.
+    """
+
+    def __init__(self, listener: socket.socket, key: bytes, take: Callable[[socket.socket, int], None]) -> None:
+        self._key, self._take, self._listener = key, take, listener
+        self._listener.setblocking(False)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._refusals = Refusals()
+        self._inside: set[int] = set()          # ranks
+        self._waiting: dict[int, _Newcomer] = {}        # by descriptor, the oldest first
+        self._by_address: dict[str, dict[int, None]] = {}       # their descriptors, the oldest first
+        self._most = most_waiting()
+
+    def open(self, job: int, address: str) -> None:
+        """Begin to let workers in, on a thread of its own. It sleeps except when somebody connects."""
+        self._job, self._address = job, address
+        self._thread = threading.Thread(target=self._run, name="bpsx-gate", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as self._selector:
+            self._selector.register(self._wake, selectors.EVENT_READ)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            while not self._stopping:
+                first = next(iter(self._waiting.values()), None)
+                for key, _ in self._selector.select(None if first is None else max(0.0, first.until - time.monotonic())):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.fd in self._waiting:
+                        self._hear(self._waiting[key.fd])
+                now = time.monotonic()
+                for late in [n for n in self._waiting.values() if n.until <= now]:
+                    self._refuse(late)
+
+    def _accept(self) -> None:
+        try:
+            made, peer = self._listener.accept()
+        except OSError:         # it is gone again; or there are no descriptors left, and the next try comes soon enough
+            time.sleep(0.01)
+            return
+        made.setblocking(False)
+        newcomer = _Newcomer(made, str(peer[0]) if peer else "this machine")
+        theirs = self._by_address.setdefault(newcomer.who, {})
+        if len(theirs) >= max(1, self._most // _ADDRESS_SHARE):
+            self._refuse(self._waiting[next(iter(theirs))])
+        elif len(self._waiting) >= self._most:
+            self._refuse(next(iter(self._waiting.values())))
+        self._waiting[made.fileno()] = newcomer
+        self._by_address.setdefault(newcomer.who, {})[made.fileno()] = None
+        self._selector.register(made, selectors.EVENT_READ)
+        try:
+            made.send(newcomer.nonce)       # an empty buffer takes it
+        except OSError:
+            self._refuse(newcomer)
+
+    def _hear(self, newcomer: _Newcomer) -> None:
+        try:
+            said = newcomer.made.recv(_GREETING.size - len(newcomer.said))     # what follows is for the data plane
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        newcomer.said += said
+        if said and len(newcomer.said) < _GREETING.size and _MAGIC.startswith(newcomer.said[:len(_MAGIC)]):
+            return
+        rank = self._rank_of(newcomer.said, newcomer.nonce)
+        if rank < 0:
+            self._refuse(newcomer)
+            return
+        self._inside.add(rank)
+        self._forget(newcomer)
+        self._take(newcomer.made, rank)
+
+    def _rank_of(self, said: bytes, nonce: bytes) -> int:
+        """-1: the greeting is not good."""
+        if len(said) != _GREETING.size:
+            return -1
+        magic, rank, shown = _GREETING.unpack(said)
+        new = magic == _MAGIC and rank < MOST_WORKERS and rank not in self._inside
+        return int(rank) if new and secret.same(shown, _token(self._key, self._job, self._address, rank, nonce)) else -1
+
+    def _forget(self, newcomer: _Newcomer) -> None:
+        self._selector.unregister(newcomer.made)
+        del self._waiting[newcomer.made.fileno()]
+        theirs = self._by_address[newcomer.who]
+        del theirs[newcomer.made.fileno()]
+        if not theirs:
+            del self._by_address[newcomer.who]
+
+    def _refuse(self, newcomer: _Newcomer) -> None:
+        self._forget(newcomer)
+        newcomer.made.close()
+        self._refusals.add(newcomer.who)
+
+    @property
+    def refused(self) -> int:
+        """How many connections were turned away."""
+        return self._refusals.count
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        if self._stopping:
+            return
+        self._stopping = True
+        if self._thread is not None:
+            os.eventfd_write(self._wake, 1)
+            self._thread.join()
+        for newcomer in self._waiting.values():
+            with contextlib.suppress(OSError):
+                newcomer.made.close()
+        self._listener.close()
+        os.close(self._wake)
+        del self._take          # which holds the endpoint that holds us: descriptors would stay until the next collection of garbage

@@ -1,0 +1,93 @@
+# What every transport of our own has: its peers by number, which of them have been lost, and memory for what those send.
+from libc.stdint cimport uint32_t, uint64_t
+from libc.stdlib cimport free, realloc
+from libc.string cimport memset
+
+from bpsx.system.sync cimport Monitor, lock, unlock
+
+cdef extern from "<unistd.h>" nogil:
+    ssize_t read(int fd, void *buf, size_t count)
+    ssize_t write(int fd, const void *buf, size_t count)
+
+cdef extern from *:
+    """
+    #include <stdint.h>
+    #include <stdlib.h>
+    static inline void *bpsx_aligned(size_t size) {
+        /* Not posix_memalign: it asks for more than it returns, so the place of a freed block never holds an equal one. */
+        char *got = size < PTRDIFF_MAX - 64 ? malloc(size + 64) : NULL, *at;
+        if (got == NULL)
+            return NULL;
+        at = (char *)(((uintptr_t)got + 64) & ~(uintptr_t)63);
+        ((void **)at)[-1] = got;
+        return at;
+    }
+    static inline void bpsx_free_aligned(void *at) {
+        if (at != NULL)
+            free(((void **)at)[-1]);
+    }
+    """
+    void *aligned "bpsx_aligned"(size_t size) nogil     # where sums can be made; for free_aligned()
+    void free_aligned "bpsx_free_aligned"(void *at) nogil
+
+cdef struct Peers:              # connections by number
+    void **at
+    uint32_t n
+
+cdef struct Losses:             # for whoever watches
+    Monitor monitor
+    int fd                      # an eventfd: there is news
+    uint32_t *peers
+    uint32_t n
+    uint32_t room
+
+
+cdef inline bint room_for_peer(Peers *p, uint32_t peer) noexcept nogil:
+    cdef uint32_t wanted
+    cdef void **grown
+    if peer < p.n:
+        return True
+    wanted = max(peer + 1, p.n * 2)
+    grown = <void **>realloc(p.at, wanted * sizeof(void *))
+    if grown == NULL:
+        return False
+    memset(grown + p.n, 0, (wanted - p.n) * sizeof(void *))
+    p.at, p.n = grown, wanted
+    return True
+
+
+cdef inline void forget_peers(Peers *p) noexcept nogil:
+    free(p.at)
+    p.at, p.n = NULL, 0
+
+
+cdef inline void ring(Losses *l) noexcept nogil:
+    """There is news. Any thread."""
+    cdef uint64_t one = 1
+    write(l.fd, &one, sizeof(one))
+
+
+cdef inline void add_loss(Losses *l, uint32_t peer) noexcept nogil:
+    """Any thread."""
+    cdef uint32_t *grown
+    lock(&l.monitor)
+    if l.n == l.room:
+        grown = <uint32_t *>realloc(l.peers, max(16u, 2 * l.room) * sizeof(uint32_t))
+        if grown != NULL:
+            l.peers, l.room = grown, max(16u, 2 * l.room)
+    if l.n < l.room:
+        l.peers[l.n] = peer
+        l.n += 1
+    unlock(&l.monitor)
+    ring(l)
+
+
+cdef inline list take_losses(Losses *l):
+    """Those since the last call."""
+    cdef uint64_t drained = 0
+    read(l.fd, &drained, sizeof(drained))
+    lock(&l.monitor)
+    found = [l.peers[i] for i in range(l.n)]
+    l.n = 0
+    unlock(&l.monitor)
+    return found

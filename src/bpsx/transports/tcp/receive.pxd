@@ -1,0 +1,121 @@
+# What a connection over plain sockets reads: messages in memory of their own, bodies straight into it.
+from libc.errno cimport EAGAIN, EINTR, errno
+from libc.stddef cimport size_t
+from libc.stdint cimport uint64_t
+from libc.string cimport memcpy, memmove, memset
+
+from bpsx.system.sync cimport atomic_add
+from bpsx.transports.abi cimport Message
+from bpsx.transports.tcp.connection cimport BUFFER, MOST_HEAD, MSG_DONTWAIT, Connection, Prefix, State, iovec, msghdr, recvmsg
+from bpsx.transports.sockets.peers cimport aligned
+
+
+cdef inline size_t body_at(Prefix *p) noexcept nogil:
+    """Where the body begins in a block: sums are made there."""
+    return (p.head_size + 63) & ~<size_t>63
+
+
+cdef inline ssize_t receive_pieces(Connection *c, iovec *pieces, int n) noexcept nogil:
+    """Bytes that have come, 0: none; -1: the connection is broken, or has been closed."""
+    cdef msghdr m
+    cdef ssize_t got
+    cdef size_t asked = 0
+    cdef int i
+    if c.drained:
+        c.drained = False
+        return 0
+    memset(&m, 0, sizeof(m))
+    m.msg_iov, m.msg_iovlen = pieces, n
+    for i in range(n):
+        asked += pieces[i].iov_len
+    while True:
+        got = recvmsg(c.fd, &m, MSG_DONTWAIT)
+        if got > 0:
+            c.drained = <size_t>got < asked
+            return got
+        if got < 0 and errno == EINTR:
+            continue
+        return 0 if got < 0 and errno == EAGAIN else -1
+
+
+cdef inline int begin_message(State *s, Connection *c) noexcept nogil:
+    """Its prefix is in the buffer. -1: it makes no sense."""
+    memcpy(&c.prefix, c.buffer + c.begin, sizeof(Prefix))
+    if c.prefix.head_size > MOST_HEAD or c.prefix.has_body > 1 or c.prefix.body_size > s.most_bytes or (
+            c.prefix.body_size and not c.prefix.has_body):
+        atomic_add(&s.malformed, 1)
+        return -1
+    c.block = <char *>aligned(max(<size_t>64, body_at(&c.prefix) + c.prefix.body_size))
+    if c.block == NULL:
+        return -1
+    c.begin += sizeof(Prefix)
+    c.filled = 0
+    return 0
+
+
+cdef inline void take_buffered(Connection *c) noexcept nogil:
+    """From the buffer to the message."""
+    cdef size_t n
+    if c.filled < c.prefix.head_size:
+        n = min(c.prefix.head_size - c.filled, c.end - c.begin)
+        memcpy(c.block + c.filled, c.buffer + c.begin, n)
+        c.filled += n
+        c.begin += n
+    if c.filled >= c.prefix.head_size:
+        n = min(c.prefix.head_size + c.prefix.body_size - c.filled, c.end - c.begin)
+        memcpy(c.block + body_at(&c.prefix) + c.filled - c.prefix.head_size, c.buffer + c.begin, n)
+        c.filled += n
+        c.begin += n
+
+
+cdef inline int read_more(Connection *c) noexcept nogil:
+    """The rest of the message straight to where it belongs, and what comes behind it into the buffer. 0: nothing has come; -1: broken."""
+    cdef iovec pieces[3]
+    cdef int n = 0
+    cdef size_t rest = 0
+    cdef ssize_t got
+    if c.block != NULL:
+        if c.filled < c.prefix.head_size:
+            pieces[n].iov_base, pieces[n].iov_len = c.block + c.filled, c.prefix.head_size - c.filled
+            n += 1
+        rest = c.prefix.head_size + c.prefix.body_size - c.filled
+        if c.prefix.body_size:
+            pieces[n].iov_base = c.block + body_at(&c.prefix) + (c.filled - c.prefix.head_size if c.filled > c.prefix.head_size else 0)
+            pieces[n].iov_len = rest - (pieces[0].iov_len if n else 0)
+            n += 1
+    if c.begin == c.end:
+        c.begin = c.end = 0
+    elif c.begin:
+        memmove(c.buffer, c.buffer + c.begin, c.end - c.begin)
+        c.end -= c.begin
+        c.begin = 0
+    pieces[n].iov_base, pieces[n].iov_len = c.buffer + c.end, BUFFER - c.end
+    got = receive_pieces(c, pieces, n + 1)
+    if got <= 0:
+        return <int>got
+    if <size_t>got > rest:
+        c.end += got - rest
+        got = rest
+    c.filled += got
+    return 1
+
+
+cdef inline int next_message(State *s, Connection *c, Message *m) noexcept nogil:
+    """1: *m is one. 0: none is complete. -1: the connection is broken."""
+    cdef int more
+    while True:
+        if c.block == NULL and c.end - c.begin >= sizeof(Prefix) and begin_message(s, c) != 0:
+            return -1
+        if c.block != NULL:
+            take_buffered(c)
+            if c.filled == c.prefix.head_size + c.prefix.body_size:
+                m.peer, m.head, m.head_size = c.peer, c.block, c.prefix.head_size
+                m.has_body = c.prefix.has_body
+                m.body = c.block + body_at(&c.prefix) if m.has_body else NULL
+                m.body_size = c.prefix.body_size
+                m.opaque[0] = <uint64_t>c.block
+                c.block = NULL
+                return 1
+        more = read_more(c)
+        if more <= 0:
+            return more

@@ -1,0 +1,447 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
+"""TCP through ZeroMQ: one ROUTER socket per endpoint, driven by function pointer and without the GIL.
+
+pyzmq makes and configures the socket and closes it; in between the data path calls the very libzmq that pyzmq loaded, so no system
+ZeroMQ is needed. Sends hand libzmq the caller's memory (``zmq_msg_init_data``), receives hand libzmq's memory to the caller.
+
+Both sides use ROUTER. A worker connects with an alias for each lane (``ZMQ_CONNECT_ROUTING_ID``), a lane binds, and each
+routing id is a tag byte, a 32-bit index (the rank of a worker, or the worker's index of a lane) and the 64-bit job id. A connection shows a
+token before its first message (``auth.py``), or, encrypted, can only begin with keys that come from the job secret.
+"""
+import ctypes
+
+import zmq
+import zmq.backend.cython._zmq as _zmq_module
+from zmq.utils.monitor import parse_monitor_message
+
+from cpython.pycapsule cimport PyCapsule_New
+from libc.stddef cimport size_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcmp, memcpy
+from posix.unistd cimport close as close_descriptor
+
+from bpsx.system.sync cimport atomic_add, atomic_load, atomic_store
+from bpsx.transports.abi cimport Endpoint, Landing, Message, done_fn
+
+from bpsx import secret as secrets
+from bpsx.config import MOST_WORKERS
+from bpsx.errors import TransportError
+from bpsx.transports.zeromq import auth
+from bpsx.system.address import is_ipv6, join_host_port, resolve, send_buffer, tcp_url
+from bpsx.transports.ports import bind_one
+
+cdef extern from "errno.h" nogil:
+    enum:
+        EINTR
+
+cdef extern from "<sys/eventfd.h>" nogil:
+    int eventfd(unsigned int initval, int flags)
+    enum:
+        EFD_CLOEXEC
+        EFD_NONBLOCK
+
+cdef extern from "<unistd.h>" nogil:
+    ssize_t read(int fd, void *buf, size_t count)
+    ssize_t write(int fd, const void *buf, size_t count)
+
+# libzmq's public structures, fixed by its ABI since 4.0.
+ctypedef struct zmq_msg_t:
+    uint64_t _[8]
+
+ctypedef struct zmq_pollitem_t:
+    void *socket
+    int fd
+    short events
+    short revents
+
+ctypedef struct LibZmq:
+    int (*msg_init)(zmq_msg_t *) noexcept nogil
+    int (*msg_init_size)(zmq_msg_t *, size_t) noexcept nogil
+    int (*msg_init_data)(zmq_msg_t *, void *, size_t, done_fn, void *) noexcept nogil
+    int (*msg_send)(zmq_msg_t *, void *, int) noexcept nogil
+    int (*msg_recv)(zmq_msg_t *, void *, int) noexcept nogil
+    int (*msg_close)(zmq_msg_t *) noexcept nogil
+    int (*msg_more)(const zmq_msg_t *) noexcept nogil
+    int (*msg_get)(const zmq_msg_t *, int) noexcept nogil
+    void *(*msg_data)(zmq_msg_t *) noexcept nogil
+    size_t (*msg_size)(const zmq_msg_t *) noexcept nogil
+    int (*poll)(zmq_pollitem_t *, int, long) noexcept nogil
+    int (*err)() noexcept nogil
+
+cdef enum:
+    ZMQ_DONTWAIT = 1
+    ZMQ_SNDMORE = 2
+    ZMQ_POLLIN = 1
+    ZMQ_SRCFD = 2
+    ID_BYTES = 13
+    ID_TAG = 1                  # ZeroMQ reserves ids that begin with a zero byte
+
+NEVER_MS = 10**9
+BACKLOG = 4096
+KEY_PURPOSE = "data connection: lanes' key"
+
+cdef LibZmq lib
+
+
+def _load() -> None:
+    """Resolve libzmq's functions in the library that pyzmq itself uses."""
+    # dlsym on the handle of pyzmq's extension also searches what it links to, be that a bundled or a system library.
+    library = ctypes.CDLL(_zmq_module.__file__)
+    def address(name: str) -> int:
+        return ctypes.cast(getattr(library, "zmq_" + name), ctypes.c_void_p).value
+    lib.msg_init = <int (*)(zmq_msg_t *) noexcept nogil><uintptr_t>address("msg_init")
+    lib.msg_init_size = <int (*)(zmq_msg_t *, size_t) noexcept nogil><uintptr_t>address("msg_init_size")
+    lib.msg_init_data = <int (*)(zmq_msg_t *, void *, size_t, done_fn, void *) noexcept nogil><uintptr_t>address("msg_init_data")
+    lib.msg_send = <int (*)(zmq_msg_t *, void *, int) noexcept nogil><uintptr_t>address("msg_send")
+    lib.msg_recv = <int (*)(zmq_msg_t *, void *, int) noexcept nogil><uintptr_t>address("msg_recv")
+    lib.msg_close = <int (*)(zmq_msg_t *) noexcept nogil><uintptr_t>address("msg_close")
+    lib.msg_more = <int (*)(const zmq_msg_t *) noexcept nogil><uintptr_t>address("msg_more")
+    lib.msg_get = <int (*)(const zmq_msg_t *, int) noexcept nogil><uintptr_t>address("msg_get")
+    lib.msg_data = <void *(*)(zmq_msg_t *) noexcept nogil><uintptr_t>address("msg_data")
+    lib.msg_size = <size_t (*)(const zmq_msg_t *) noexcept nogil><uintptr_t>address("msg_size")
+    lib.poll = <int (*)(zmq_pollitem_t *, int, long) noexcept nogil><uintptr_t>address("poll")
+    lib.err = <int (*)() noexcept nogil><uintptr_t>address("errno")
+
+
+_load()
+
+cdef struct State:
+    void *socket
+    int wake_fd
+    uint64_t job
+    int64_t malformed
+    int64_t *descriptors        # of workers, by rank, +1, as seen with the first message; only a lane has them
+    uint32_t n_descriptors
+
+
+cdef inline void put_id(State *s, char *out, uint32_t index) noexcept nogil:
+    out[0] = ID_TAG
+    memcpy(out + 1, &index, 4)
+    memcpy(out + 5, &s.job, 8)
+
+
+cdef inline bint valid_id(State *s, zmq_msg_t *m) noexcept nogil:
+    cdef char *text = <char *>lib.msg_data(m)
+    return lib.msg_size(m) == ID_BYTES and text[0] == ID_TAG and memcmp(text + 5, &s.job, 8) == 0 and lib.msg_more(m)
+
+
+cdef int send_frame(State *s, void *data, size_t size, done_fn done, void *hint, int flags) noexcept nogil:
+    """One frame; with a done callback it is not copied, and the callback runs whatever happens."""
+    cdef zmq_msg_t m
+    if done != NULL:
+        if lib.msg_init_data(&m, data, size, done, hint) != 0:
+            done(data, hint)
+            return -1
+    else:
+        if lib.msg_init_size(&m, size) != 0:
+            return -1
+        memcpy(lib.msg_data(&m), data, size)
+    while lib.msg_send(&m, s.socket, flags | ZMQ_DONTWAIT) < 0:
+        if lib.err() == EINTR:
+            continue
+        lib.msg_close(&m)
+        return -1
+    return 0
+
+
+cdef int zmq_send(
+    void *self, uint32_t peer, void *head, size_t head_size, done_fn head_done, void *head_hint,
+    void *body, size_t body_size, done_fn body_done, void *body_hint, const Landing *landing,
+) noexcept nogil:
+    cdef State *s = <State *>self
+    cdef char routing_id[ID_BYTES]
+    cdef int more = ZMQ_SNDMORE if body != NULL else 0
+    put_id(s, routing_id, peer)
+    # ROUTER refuses an unknown peer at the first frame; after that the frames of a message go through or are dropped whole.
+    if send_frame(s, routing_id, ID_BYTES, NULL, NULL, ZMQ_SNDMORE) != 0:
+        if head_done != NULL:
+            head_done(head, head_hint)
+        if body_done != NULL:
+            body_done(body, body_hint)
+        return -1
+    if send_frame(s, head, head_size, head_done, head_hint, more) != 0:
+        if body_done != NULL:
+            body_done(body, body_hint)
+        return -1
+    if body != NULL:
+        return send_frame(s, body, body_size, body_done, body_hint, 0)
+    return 0
+
+
+cdef int receive_frame(State *s, zmq_msg_t *m) noexcept nogil:
+    lib.msg_init(m)
+    while lib.msg_recv(m, s.socket, ZMQ_DONTWAIT) < 0:
+        if lib.err() != EINTR:
+            lib.msg_close(m)
+            return -1
+    return 0
+
+
+cdef void drop_rest(State *s, zmq_msg_t *last) noexcept nogil:
+    """Read a malformed message to its end, so that the next receive starts at a message."""
+    cdef zmq_msg_t m
+    cdef int more = lib.msg_more(last)
+    while more and receive_frame(s, &m) == 0:
+        more = lib.msg_more(&m)
+        lib.msg_close(&m)
+    atomic_add(&s.malformed, 1)
+
+
+cdef int zmq_receive(void *self, Message *m) noexcept nogil:
+    cdef State *s = <State *>self
+    cdef zmq_msg_t routing_id
+    cdef zmq_msg_t *head = <zmq_msg_t *>&m.opaque[0]
+    cdef zmq_msg_t *body = <zmq_msg_t *>&m.opaque[8]
+    while receive_frame(s, &routing_id) == 0:
+        if not valid_id(s, &routing_id):
+            drop_rest(s, &routing_id)
+            lib.msg_close(&routing_id)
+            continue
+        memcpy(&m.peer, <char *>lib.msg_data(&routing_id) + 1, 4)
+        lib.msg_close(&routing_id)
+        if receive_frame(s, head) != 0:
+            return 0
+        m.has_body = False
+        if m.peer < s.n_descriptors and s.descriptors[m.peer] == 0:     # written once: connections are not made again
+            atomic_store(&s.descriptors[m.peer], lib.msg_get(head, ZMQ_SRCFD) + 1)
+        if lib.msg_more(head):
+            if receive_frame(s, body) != 0:
+                lib.msg_close(head)
+                return 0
+            m.has_body = True
+            if lib.msg_more(body):
+                drop_rest(s, body)
+                lib.msg_close(head)
+                lib.msg_close(body)
+                continue
+            m.body = <char *>lib.msg_data(body)
+            m.body_size = lib.msg_size(body)
+        else:
+            m.body = NULL
+            m.body_size = 0
+        m.head = <char *>lib.msg_data(head)
+        m.head_size = lib.msg_size(head)
+        return 1
+    return 0
+
+
+cdef void zmq_release(void *self, Message *m) noexcept nogil:
+    lib.msg_close(<zmq_msg_t *>&m.opaque[0])
+    if m.has_body:
+        lib.msg_close(<zmq_msg_t *>&m.opaque[8])
+
+
+cdef void zmq_wait(void *self, int timeout_ms) noexcept nogil:
+    cdef State *s = <State *>self
+    cdef zmq_pollitem_t items[2]
+    cdef uint64_t drained = 0
+    items[0].socket = s.socket
+    items[0].fd = -1
+    items[1].socket = NULL
+    items[1].fd = s.wake_fd
+    items[0].events = items[1].events = ZMQ_POLLIN
+    items[0].revents = items[1].revents = 0
+    if lib.poll(items, 2, timeout_ms) > 0 and items[1].revents:
+        read(s.wake_fd, &drained, sizeof(drained))
+
+
+cdef void zmq_wake(void *self) noexcept nogil:
+    cdef uint64_t one = 1
+    write((<State *>self).wake_fd, &one, sizeof(one))
+
+
+cdef class ZeroMQEndpoint:
+    """One ROUTER socket with its peers. See :mod:`bpsx.transports.base` for the contract.
+
+    Not thread-safe, except :meth:`close` after the thread that drives it has stopped.
+    """
+    cdef State state
+    cdef Endpoint table
+    cdef object context, socket, monitor_socket, door
+    cdef bytes secret
+    cdef object send_buffer
+    cdef int rank
+    cdef bint encrypt, joined
+    cdef readonly str address
+    cdef dict peers
+    cdef bint closed
+
+    def __cinit__(self, *, int io_threads, object send_buffer, double heartbeat_interval, double heartbeat_timeout, bytes secret=b"",
+                  bint encrypt=False, int64_t most_bytes=-1):
+        self.state.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+        if self.state.wake_fd < 0:
+            raise OSError("eventfd: cannot create a wake-up descriptor (too many open files?)")
+        self.address = ""
+        self.secret = secret
+        self.send_buffer = send_buffer
+        self.encrypt = encrypt
+        self.peers = {}
+        self.context = zmq.Context(io_threads)
+        socket = self.context.socket(zmq.ROUTER)
+        self.socket = socket
+        # What is in flight is bounded by the core's credit, not by dropping: ROUTER drops at its high-water mark.
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A reconnect would lose what was in flight without a word; a broken connection is an error instead, see `lost`. Not -1, which
+        # says the same: libzmq 4.3.5 then tears the pipe down between two frames of a message and aborts the process.
+        socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
+        socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)
+        if heartbeat_interval > 0:
+            socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(heartbeat_interval * 1000)))
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(heartbeat_timeout * 1000)))
+            # Heartbeats queue behind data that the kernel cannot deliver, so what stays unacknowledged ends the connection, too.
+            socket.setsockopt(zmq.TCP_MAXRT, max(1, int(heartbeat_timeout * 1000)))
+        self.state.socket = <void *><uintptr_t>socket.underlying
+        self.table.self = &self.state
+        self.table.send = zmq_send
+        self.table.recv = zmq_receive
+        self.table.release = zmq_release
+        self.table.wait = zmq_wait
+        self.table.wake = zmq_wake
+
+    def bind(self, host: str, ports=()) -> str:
+        """Listen on ``host`` at the first free one of ``ports``, else at one that the system chooses; returns and stores ``host:port``."""
+        self.socket.setsockopt(zmq.IPV6, int(is_ipv6(host)))
+        self._size_buffers(host)
+        self._guard()
+        try:
+            bind_one(ports, lambda port: self.socket.bind(tcp_url(host, port or "*")))
+        except zmq.ZMQError as e:
+            raise TransportError(f"cannot listen on {host}: {e}; name another address with DMLC_NODE_HOST") from e
+        port = self.socket.getsockopt(zmq.LAST_ENDPOINT).rsplit(b":", 1)[1].strip(b"\0")
+        self.address = join_host_port(host, int(port))
+        self.state.descriptors = <int64_t *>calloc(MOST_WORKERS, sizeof(int64_t))
+        if self.state.descriptors == NULL:
+            raise MemoryError("no memory for the connections of workers")
+        self.state.n_descriptors = MOST_WORKERS
+        self._open()
+        return self.address
+
+    def _size_buffers(self, str host):
+        """Of the connections that are made next, which ``host`` is one end of."""
+        self.socket.setsockopt(zmq.SNDBUF, send_buffer(host, self.send_buffer) or -1)
+
+    def _guard(self):
+        """Let in only who knows the secret; before :meth:`bind` makes the listener, which takes the options as they are then."""
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, auth.HANDSHAKE_MS)
+        self.socket.setsockopt(zmq.BACKLOG, BACKLOG)
+        self.socket.setsockopt(zmq.ZAP_DOMAIN, b"bpsx")
+        self.door = auth.Door(self.context, self.secret)
+        if self.encrypt:
+            self.socket.setsockopt(zmq.CURVE_SERVER, 1)
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, secrets.curve_key(self.secret, KEY_PURPOSE))
+        else:
+            self.socket.setsockopt(zmq.PLAIN_SERVER, 1)
+
+    def _open(self):
+        """Let workers in, once it is known where we listen and for which job."""
+        if self.door is not None and self.joined and self.address:
+            self.door.open(self.state.job, self.address)
+
+    def _show(self, str address):
+        """Prove to the lane at ``address`` that we know the secret; before its connection is made."""
+        if not self.encrypt:
+            self.socket.setsockopt(zmq.PLAIN_USERNAME, str(self.rank).encode())
+            self.socket.setsockopt(zmq.PLAIN_PASSWORD, auth.token(self.secret, self.state.job, address, self.rank))
+            return
+        public, own = zmq.curve_keypair()
+        self.socket.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(secrets.curve_key(self.secret, KEY_PURPOSE)))
+        self.socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        self.socket.setsockopt(zmq.CURVE_SECRETKEY, own)
+
+    def join(self, uint64_t job, int rank) -> None:
+        """The job's number, and the rank under which lanes shall know this endpoint; before :meth:`connect` and the first message. A lane lets
+        workers in from now on."""
+        cdef char routing_id[ID_BYTES]
+        self.state.job = job
+        self.rank = rank
+        put_id(&self.state, routing_id, rank)
+        self.socket.setsockopt(zmq.ROUTING_ID, routing_id[:ID_BYTES])
+        self.joined = True
+        self._open()
+
+    def connect(self, peer: int, address: str) -> None:
+        """Reach the lane at ``host:port`` as peer number ``peer`` from now on."""
+        cdef char routing_id[ID_BYTES]
+        host, _, port = address.rpartition(":")
+        put_id(&self.state, routing_id, peer)
+        self.socket.setsockopt(zmq.CONNECT_ROUTING_ID, routing_id[:ID_BYTES])
+        try:
+            # Numeric: libzmq reports a broken connection under the name it was given or the address it resolved, now this, now that.
+            numeric = resolve(host, int(port))
+            self.socket.setsockopt(zmq.IPV6, int(is_ipv6(numeric)))
+            self._size_buffers(numeric)
+            self._show(address)
+            self.socket.connect(tcp_url(numeric, port))
+        except (OSError, zmq.ZMQError) as e:
+            raise TransportError(f"cannot connect to {address}: {e}") from e
+        self.peers[join_host_port(numeric, int(port))] = peer
+
+    def watch(self) -> int:
+        """Start to watch the connections; returns a descriptor that becomes readable when :meth:`lost` has news."""
+        # With an address of our own: pyzmq, making one up, leaves some memory behind each time.
+        self.monitor_socket = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED, f"inproc://monitor.{id(self)}")
+        return self.monitor_socket.getsockopt(zmq.FD)
+
+    def lost(self) -> list:
+        """Peers whose connection has broken since the last call, -1 for one that we cannot name; on :meth:`watch`'s thread."""
+        found = []
+        while self.monitor_socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            event = parse_monitor_message(self.monitor_socket.recv_multipart(zmq.DONTWAIT))
+            found.append(self._worker_at(event["value"]) if self.address else
+                         self.peers.get(event["endpoint"].decode("utf-8", "replace").removeprefix("tcp://"), -1))
+        return found
+
+    def _worker_at(self, int64_t descriptor):
+        """The rank of the worker that spoke to this lane on ``descriptor``, which is closed; -1: nobody who has."""
+        cdef uint32_t rank
+        for rank in range(self.state.n_descriptors):
+            if atomic_load(&self.state.descriptors[rank]) == descriptor + 1:
+                atomic_store(&self.state.descriptors[rank], -1)
+                return rank
+        return -1
+
+    @property
+    def wake_descriptor(self) -> int:
+        """What :meth:`wake` writes to."""
+        return self.state.wake_fd
+
+    @property
+    def refused(self) -> int:
+        """Connections turned away because they did not know the secret."""
+        return 0 if self.door is None else self.door.refused
+
+    @property
+    def malformed(self) -> int:
+        """Messages dropped because their frames made no sense."""
+        return atomic_load(&self.state.malformed)
+
+    def abi(self):
+        """The data plane: a capsule with the C :c:struct:`Endpoint`, valid as long as this object."""
+        return PyCapsule_New(&self.table, b"bpsx.Endpoint", NULL)
+
+    def wake(self) -> None:
+        zmq_wake(&self.state)
+
+    def close(self) -> None:
+        """Drop what is unsent, run every outstanding done callback, free everything. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.door is not None:
+            self.door.close()
+        if self.monitor_socket is not None:
+            self.socket.disable_monitor()
+            self.monitor_socket.close(0)
+        self.socket.close(0)
+        self.context.term()
+
+    def __dealloc__(self):
+        # The descriptor goes last: a done callback that runs while the context ends may still wake us. Not with os.close: when the interpreter
+        # ends, this module's names may have gone before us.
+        if self.state.wake_fd >= 0:
+            close_descriptor(self.state.wake_fd)
+        free(self.state.descriptors)
